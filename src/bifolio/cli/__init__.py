@@ -1,0 +1,1 @@
+"""Turns commands into calls."""

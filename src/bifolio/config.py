@@ -1,0 +1,107 @@
+"""Configuration: read once from options and an optional TOML file, frozen afterwards."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from bifolio.errors import ConfigError
+from bifolio.formats import PrecisionPlan
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read `256MiB`, `2GB`, `1.5g` (binary for bare letters) or a plain number of bytes."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].lower() not in _UNITS:
+        raise ConfigError(f"cannot read {text!r} as a size; write 256MiB, 2GB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class EngineConfig(_Frozen):
+    """Everything the engine process needs. Sizes in bytes, lengths in tokens; 0 means derived."""
+
+    model: str
+    plan: PrecisionPlan = PrecisionPlan()
+    cache_memory: int = 2**30
+    max_model_len: int = Field(default=0, ge=0)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_step_tokens: int = Field(default=2048, ge=1)
+    max_waiting: int = Field(default=1024, ge=1)
+    threads: int = Field(default=0, ge=0)
+    kernels: Literal["auto", "native", "reference"] = "auto"
+    integrity: bool = True
+    prefix_cache: bool = True
+
+    @field_validator("cache_memory", mode="before")
+    @classmethod
+    def _bytes(cls, value: str | int) -> int:
+        return parse_bytes(value)
+
+    @field_validator("plan", mode="after")
+    @classmethod
+    def _one_pool(cls, plan: PrecisionPlan) -> PrecisionPlan:
+        if plan.prefill.cache != plan.decode.cache:
+            raise ConfigError(
+                f"one process has one cache pool, so prefill cache={plan.prefill.cache} and decode "
+                f"cache={plan.decode.cache} cannot differ here; run two pools with --pools 1p1d"
+            )
+        return plan
+
+
+class ServerConfig(_Frozen):
+    """Everything the HTTP front end needs."""
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_keys: tuple[str, ...] = ()
+    served_name: str = ""
+    chat_template: str = ""
+    max_request_bytes: int = 8 * 2**20
+    drain_seconds: float = Field(default=30.0, ge=0)
+
+
+def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
+    """Merge a TOML file (lower rank) and options into one frozen ServerConfig.
+
+    Keys stand flat, as on the command line: `model`, `plan`, `prefill`, `decode`, `port`, …
+    ConfigError names an unknown key or the value that cannot be read.
+    """
+    merged: dict[str, Any] = {}
+    if file is not None:
+        try:
+            merged = tomllib.loads(file.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
+    merged |= {key: value for key, value in options.items() if value is not None}
+    plan = PrecisionPlan.parse(*(merged.pop(key, None) for key in ("plan", "prefill", "decode")))
+    engine = {key: merged.pop(key) for key in list(merged) if key in EngineConfig.model_fields}
+    try:
+        return ServerConfig(engine=EngineConfig(plan=plan, **engine), **merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    known = sorted((set(EngineConfig.model_fields) | set(ServerConfig.model_fields)) - {"engine"})
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown configuration key {key!r}; known keys: {', '.join(known)}")
+        else:
+            lines.append(f"{key}: {item['msg']} (got {item['input']!r})")
+    return "; ".join(lines)

@@ -1,0 +1,1 @@
+"""Decides which tokens are computed when, and which page holds them, without any tensor."""

@@ -1,0 +1,1 @@
+"""Steps the scheduler and the runner, and feeds text in and out."""

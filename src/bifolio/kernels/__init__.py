@@ -1,0 +1,1 @@
+"""One function per operation, in a readable reference and a native form."""

@@ -1,0 +1,139 @@
+"""The operations that layers are made of, as one interface with two implementations.
+
+`reference.ReferenceOps` is the specification: short torch code, on any device. `native.NativeOps`
+calls the C++ kernels. Both are picked once, at load. Activations are float32, contiguous, row by
+row; tensor names end in their shape: t tokens, h hidden, n and k a weight's sides, d head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from bifolio.formats import WeightFormat
+from bifolio.kernels.tensor import QuantTensor
+from bifolio.spec import PageSpec
+
+
+class Weight(Protocol):
+    """A weight matrix as a kernel set keeps it. `nbytes` counts what is resident."""
+
+    format: WeightFormat
+    n: int
+    k: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm: x * rsqrt(mean(x²) + eps) * gain, statistics in float32."""
+
+    gain_h: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer of a page pool.
+
+    `pool` is uint8 [pages, page_bytes]; the layer starts at `spec.layer_offset(layer)` of each
+    record. `k_scales`, `v_scales` are float32 [kv_heads] for a cache with static scales.
+    """
+
+    spec: PageSpec
+    layer: int
+    pool: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward pass: t tokens of r rows. All int32; filled by the runner before each pass.
+
+    The tokens of row i are query_start[i] … query_start[i + 1] - 1, at consecutive positions; the
+    last one stands at context_len[i] - 1. Position p of row i lives in page
+    block_table[i, p // page_size], slot p % page_size. `max_context` bounds context_len.
+    """
+
+    token_ids_t: Tensor
+    positions_t: Tensor
+    row_of_token_t: Tensor
+    query_start_r1: Tensor
+    context_len_r: Tensor
+    block_table_rp: Tensor
+    logits_index_l: Tensor
+    """Indices into t of the tokens whose logits are wanted."""
+    max_context: int
+
+
+class Ops(Protocol):
+    """One function per operation. Results are new tensors, valid until the next pass begins."""
+
+    name: str
+
+    def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
+        """Take a weight in; raises UnsupportedError for a format without a kernel."""
+        ...
+
+    def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
+        """Rows of an embedding table [vocab, h]: float32 [t, h]."""
+        ...
+
+    def linear(
+        self,
+        x_tk: Tensor,
+        weight: Weight,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        residual_tn: Tensor | None = None,
+    ) -> Tensor:
+        """y = f(x) Wᵀ + bias + residual: float32 [t, n].
+
+        f is the identity; with `norm`, RMSNorm; with `gated`, x is [t, 2k], gate beside up, and
+        f(x) = silu(gate) * up. bf16 weights meet f(x) rounded to bf16 and sum in float32;
+        `:a8` weights meet f(x) as int8, one scale per token (absmax / 127, round half even).
+        """
+        ...
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        cos_sin_pd: Tensor,
+        heads: int,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
+        """Split [t, (heads + 2 kv_heads) * d], norm and rotate q and k, store k and v in pages.
+
+        Returns q as float32 [t, heads * d]. `cos_sin_pd` is float32 [positions, rope_dim], cosines
+        in the first half, sines in the second. Rotation is by halves: (x1 cos - x2 sin,
+        x2 cos + x1 sin), x1 and x2 the halves of the first rope_dim numbers of a head.
+        """
+        ...
+
+    def attention(
+        self,
+        q_thd: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        heads: int,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Causal attention of each token over the pages of its row: float32 [t, heads * d].
+
+        Token at position p sees positions max(0, p - window + 1) … p. Keys and values come from
+        pages only. Slots beyond the length are never read.
+        """
+        ...
+
+    def gather(self, x_th: Tensor, index_l: Tensor) -> Tensor:
+        """Rows of x: float32 [l, h]."""
+        ...

@@ -1,0 +1,1 @@
+"""The blocks that models are made of, aware of the format of their weights."""

@@ -1,0 +1,1 @@
+"""One short file per family, its weights read strictly."""

@@ -1,0 +1,1 @@
+"""Packs and unpacks number formats: tensors in, tensors out."""
