@@ -20,10 +20,14 @@ from bifolio.spec import PageSpec
 class Weight(Protocol):
     """A weight matrix as a kernel set keeps it. `nbytes` counts what is resident."""
 
-    format: WeightFormat
-    n: int
-    k: int
-    nbytes: int
+    @property
+    def format(self) -> WeightFormat: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
