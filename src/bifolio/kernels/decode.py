@@ -1,0 +1,52 @@
+"""What a QuantTensor means: its numbers in float32. The one place that reads every format."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bifolio.formats import FP8_BLOCK, Number, Scaling
+from bifolio.kernels.tensor import QuantTensor
+
+_INT4_ZERO = 8
+"""Code that means zero in symmetric int4."""
+
+
+def decode(weight: QuantTensor) -> Tensor:
+    """The matrix of a QuantTensor: float32 [n, k], each value exact to one float32 rounding."""
+    values = _codes(weight)
+    if weight.scales is None:
+        return values
+    if weight.offsets is not None:
+        return values * _spread(weight, weight.scales) + _spread(weight, weight.offsets)
+    return values * _spread(weight, weight.scales)
+
+
+def unpack_int4(codes: Tensor, k: int) -> Tensor:
+    """Codes 0 … 15 of uint8 [n, ceil(k / 2)], low nibble first: uint8 [n, k]."""
+    pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
+    return pairs.reshape(codes.shape[0], -1)[:, :k]
+
+
+def _codes(weight: QuantTensor) -> Tensor:
+    if weight.format.number is not Number.INT4:
+        return weight.codes.to(torch.float32)
+    codes = unpack_int4(weight.codes, weight.k).to(torch.float32)
+    return codes if weight.format.zero_points else codes - _INT4_ZERO
+
+
+def _spread(weight: QuantTensor, scales: Tensor) -> Tensor:
+    """Scales (or offsets) brought to a shape that multiplies [n, k]."""
+    scales = scales.to(torch.float32)
+    match weight.format.scaling:
+        case Scaling.TENSOR:
+            return scales.view(1, 1)
+        case Scaling.CHANNEL:
+            return scales.view(weight.n, 1)
+        case Scaling.BLOCK:
+            rows = scales.repeat_interleave(FP8_BLOCK, dim=0)[: weight.n]
+            return rows.repeat_interleave(FP8_BLOCK, dim=1)[:, : weight.k]
+        case Scaling.GROUP:
+            return scales.repeat_interleave(weight.format.group, dim=1)[:, : weight.k]
+        case _:
+            raise AssertionError(f"{weight.format} has no scales")

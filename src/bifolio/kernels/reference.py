@@ -1,0 +1,166 @@
+"""The specification of every operation, in plain torch on any device. Slow and readable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bifolio.formats import Number, WeightFormat
+from bifolio.kernels import paged
+from bifolio.kernels.decode import decode
+from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight
+from bifolio.kernels.tensor import QuantTensor
+
+_INT8_MAX = 127.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceWeight:
+    """A weight decoded to float32 [n, k], with its bias [n]."""
+
+    format: WeightFormat
+    n: int
+    k: int
+    matrix_nk: Tensor
+    bias_n: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix_nk.nbytes + (0 if self.bias_n is None else self.bias_n.nbytes)
+
+
+class ReferenceOps:
+    """Every operation of `kernels.ops.Ops` by its definition, sums in float32."""
+
+    name = "reference"
+
+    def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> ReferenceWeight:
+        bias = None if bias_n is None else bias_n.to(torch.float32)
+        return ReferenceWeight(weight.format, weight.n, weight.k, decode(weight), bias)
+
+    def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
+        return _own(table).matrix_nk[ids_t.long()]
+
+    def linear(
+        self,
+        x_tk: Tensor,
+        weight: Weight,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        residual_tn: Tensor | None = None,
+    ) -> Tensor:
+        own = _own(weight)
+        if norm is not None:
+            x_tk = rms_norm(x_tk, norm)
+        if gated:
+            gate, up = x_tk.chunk(2, dim=-1)
+            x_tk = torch.nn.functional.silu(gate) * up
+        y_tn = round_activations(x_tk, own.format) @ own.matrix_nk.T
+        if own.bias_n is not None:
+            y_tn = y_tn + own.bias_n
+        return y_tn if residual_tn is None else residual_tn + y_tn
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        cos_sin_pd: Tensor,
+        heads: int,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
+        kv_heads, page_size = cache.spec.kv_heads, cache.spec.page_size
+        qkv_thd = qkv.view(qkv.shape[0], heads + 2 * kv_heads, cache.spec.head_dim)
+        q_thd, k_thd, v_thd = qkv_thd.tensor_split((heads, heads + kv_heads), dim=1)
+        if q_norm is not None:
+            q_thd = rms_norm(q_thd, q_norm)
+        if k_norm is not None:
+            k_thd = rms_norm(k_thd, k_norm)
+        position_t = batch.positions_t.long()
+        cos_sin_td = cos_sin_pd[position_t]
+        page_t = batch.block_table_rp[batch.row_of_token_t.long(), position_t // page_size].long()
+        paged.write(cache, page_t, position_t % page_size, rotate(k_thd, cos_sin_td), v_thd)
+        return rotate(q_thd, cos_sin_td).reshape(qkv.shape[0], -1)
+
+    def attention(
+        self,
+        q_thd: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        heads: int,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        q_tkgd = q_thd.view(
+            -1, cache.spec.kv_heads, heads // cache.spec.kv_heads, cache.spec.head_dim
+        )
+        borders = batch.query_start_r1.tolist()
+        rows = [
+            _attend(
+                q_tkgd[start:end],
+                batch.positions_t[start:end].long(),
+                *paged.read(cache, batch.block_table_rp[row], length),
+                scale,
+                window,
+            )
+            for row, (start, end, length) in enumerate(
+                zip(borders, borders[1:], batch.context_len_r.tolist(), strict=False)
+            )
+        ]
+        return torch.cat(rows).reshape(q_tkgd.shape[0], -1)
+
+    def gather(self, x_th: Tensor, index_l: Tensor) -> Tensor:
+        return x_th[index_l.long()]
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm over the last dimension (Zhang & Sennrich 2019), in float32."""
+    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
+    return norm.gain_h * x
+
+
+def rotate(x_thd: Tensor, cos_sin_tr: Tensor) -> Tensor:
+    """Rotary embedding by halves of the first r numbers of each head; the others pass."""
+    cos, sin = (part[:, None, :] for part in cos_sin_tr.chunk(2, dim=-1))
+    rotated, passed = x_thd.tensor_split((cos_sin_tr.shape[-1],), dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, passed), dim=-1)
+
+
+def round_activations(x_tk: Tensor, fmt: WeightFormat) -> Tensor:
+    """What a weight of this format meets: x rounded to int8 per token, to bf16, or x itself."""
+    if fmt.int8_activations:
+        absmax = x_tk.abs().amax(dim=-1, keepdim=True)
+        scale = torch.where(absmax == 0, torch.ones_like(absmax), absmax / _INT8_MAX)
+        return torch.round(x_tk / scale) * scale
+    if fmt.number is Number.FP32:
+        return x_tk
+    return x_tk.to(torch.bfloat16).to(torch.float32)
+
+
+def _attend(
+    q_tkgd: Tensor,
+    position_t: Tensor,
+    k_skd: Tensor,
+    v_skd: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Softmax attention of t tokens over s keys: float32 [t, kv_heads, group, d]."""
+    scores = torch.einsum("tkgd,skd->kgts", q_tkgd, k_skd) * scale
+    key_s = torch.arange(k_skd.shape[0], device=k_skd.device)
+    seen_ts = key_s <= position_t[:, None]
+    if window is not None:
+        seen_ts &= key_s > position_t[:, None] - window
+    weights = scores.masked_fill(~seen_ts, -torch.inf).softmax(dim=-1)
+    return torch.einsum("kgts,skd->tkgd", weights, v_skd)
+
+
+def _own(weight: Weight) -> ReferenceWeight:
+    assert isinstance(weight, ReferenceWeight), "a weight prepared by another kernel set"
+    return weight
