@@ -51,7 +51,7 @@ class ModelRunner:
     """Executes steps. Not thread-safe; one per pool.
 
     `tamper` is called with the filled batch and its rows right before the first check: the seam
-    through which fault injection changes a block table or a page. `integrity` False skips the checks.
+    through which fault injection spoils a block table or a page. `integrity` False skips checks.
     """
 
     def __init__(
