@@ -1,0 +1,20 @@
+// The kernels of one instruction set as a table. Adding a kernel: its arguments in a header of its
+// own, its code in a .cpp file inside namespace bifolio::BIFOLIO_ISA, a line in the struct below,
+// one in table.cpp, one in bindings.cpp.
+#pragma once
+
+#include "kernels/rows.hpp"
+#include "runtime/parallel.hpp"
+
+namespace bifolio {
+
+enum class Isa;
+
+struct KernelTable {
+  Kernel<GatherArgs> gather;
+};
+
+// The table of an instruction set that supported_isas() names.
+const KernelTable& kernel_table(Isa isa);
+
+}  // namespace bifolio

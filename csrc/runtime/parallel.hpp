@@ -1,0 +1,45 @@
+// What kernels see of the thread pool. Kernel files are compiled once per instruction set, so this
+// header stays free of the standard library's templates: an inline function of theirs compiled
+// for AVX-512 could be the copy that the linker keeps for every machine.
+#pragma once
+
+#include <cstdint>
+
+namespace bifolio {
+
+class ThreadPool;
+
+template <class Args>
+using Kernel = void (*)(const Args&, ThreadPool&);
+
+// Hands out the numbers 0 … tiles - 1 of one parallel section, each exactly once.
+class TileCursor;
+int64_t next_tile(TileCursor& cursor) noexcept;  // below 0: none left
+
+using SectionFn = void (*)(const void* body, TileCursor& cursor, int thread);
+
+// Calls fn once on each thread that joins (the caller is thread 0 and always joins), returns when
+// all of them have returned and every tile is taken. Sections do not nest.
+void run_section(ThreadPool& pool, int64_t tiles, SectionFn fn, const void* body) noexcept;
+int thread_count(const ThreadPool& pool) noexcept;
+
+// body(cursor, thread) once per joining thread: for work with a prologue of each thread's own.
+template <class Body>
+void parallel_section(ThreadPool& pool, int64_t tiles, const Body& body) noexcept {
+  run_section(
+      pool, tiles,
+      [](const void* b, TileCursor& cursor, int thread) {
+        (*static_cast<const Body*>(b))(cursor, thread);
+      },
+      &body);
+}
+
+// body(tile, thread) for each tile.
+template <class Body>
+void parallel_for(ThreadPool& pool, int64_t tiles, const Body& body) noexcept {
+  parallel_section(pool, tiles, [&body](TileCursor& cursor, int thread) {
+    for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) body(tile, thread);
+  });
+}
+
+}  // namespace bifolio

@@ -1,0 +1,113 @@
+#include "runtime/thread_pool.hpp"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace bifolio {
+namespace {
+
+constexpr uint64_t kOpen = uint64_t{1} << 31;
+constexpr uint64_t kInside = kOpen - 1;
+constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr int kSpinsPerClock = 32;
+
+uint64_t opened(uint32_t epoch) { return uint64_t{epoch} << 32 | kOpen; }
+
+void pause() noexcept {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spins until ready() holds or kSpin has passed; says whether it holds.
+template <class Ready>
+bool spin_until(const Ready& ready) noexcept {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < kSpinsPerClock; ++i) {
+      if (ready()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  return ready();
+}
+
+}  // namespace
+
+int64_t next_tile(TileCursor& cursor) noexcept { return cursor.next(); }
+
+void run_section(ThreadPool& pool, int64_t tiles, SectionFn fn, const void* body) noexcept {
+  pool.run(tiles, fn, body);
+}
+
+int thread_count(const ThreadPool& pool) noexcept { return pool.threads(); }
+
+ThreadPool::ThreadPool(int threads) {
+  workers_.reserve(static_cast<std::size_t>(threads - 1));
+  for (int thread = 1; thread < threads; ++thread) {
+    workers_.emplace_back([this, thread] { work(thread); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  stop_.store(true);
+  epoch_.fetch_add(1);
+  epoch_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::run(int64_t tiles, SectionFn fn, const void* body) noexcept {
+  if (tiles <= 0) return;
+  cursor_.reset(tiles);
+  if (tiles == 1 || workers_.empty()) {
+    fn(body, cursor_, 0);
+    return;
+  }
+  fn_ = fn;
+  body_ = body;
+  const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+  gate_.store(opened(epoch), std::memory_order_release);
+  epoch_.store(epoch, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) > 0) epoch_.notify_all();
+
+  fn(body, cursor_, 0);
+
+  gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  const auto empty = [this] { return (gate_.load(std::memory_order_acquire) & kInside) == 0; };
+  while (!spin_until(empty)) std::this_thread::yield();
+}
+
+bool ThreadPool::try_join(uint32_t epoch) noexcept {
+  uint64_t gate = gate_.load(std::memory_order_acquire);
+  while ((gate & ~kInside) == opened(epoch)) {
+    if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+uint32_t ThreadPool::await_epoch(uint32_t seen) noexcept {
+  const auto changed = [this, seen] { return epoch_.load(std::memory_order_acquire) != seen; };
+  if (!spin_until(changed)) {
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (epoch_.load(std::memory_order_seq_cst) == seen) epoch_.wait(seen);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  return epoch_.load(std::memory_order_acquire);
+}
+
+void ThreadPool::work(int thread) noexcept {
+  for (uint32_t seen = 0;;) {
+    seen = await_epoch(seen);
+    if (stop_.load(std::memory_order_relaxed)) return;
+    if (!try_join(seen)) continue;
+    fn_(body_, cursor_, thread);
+    gate_.fetch_sub(1, std::memory_order_acq_rel);
+  }
+}
+
+}  // namespace bifolio

@@ -1,0 +1,62 @@
+"""Memory of kernel results: blocks that stay mapped and are taken again when a result is dropped.
+
+The system's allocator gives large blocks back and takes them anew, zeroed page by page, which
+costs more than many a kernel. And a recorded pass needs its results at the same place each time.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_ALIGN = 64
+_Block = npt.NDArray[np.uint8]
+_Lent = weakref.ref[npt.NDArray[Any]]
+_NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.uint8: np.uint8}
+
+
+class Arena:
+    """Blocks in size classes, at most an eighth larger than asked for. For one thread.
+
+    A block returns when the last tensor on its memory is gone, views included.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[_Block]] = defaultdict(list)
+        self._lent: dict[int, tuple[_Lent, _Block]] = {}
+        self.nbytes = 0
+        """Bytes of all blocks, lent or free."""
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An uninitialised contiguous tensor, aligned to 64 bytes."""
+        count = math.prod(shape)
+        size = _size_class(count * dtype.itemsize)
+        free = self._free[size]
+        block = free.pop() if free else self._map(size)
+        lent = block[: count * dtype.itemsize].view(_NUMPY[dtype])
+        watch = weakref.ref(lent, self._return)
+        self._lent[id(watch)] = watch, block
+        return torch.from_numpy(lent).view(shape)
+
+    def _map(self, size: int) -> _Block:
+        raw = np.empty(size + _ALIGN, dtype=np.uint8)
+        self.nbytes += size
+        start = -raw.ctypes.data % _ALIGN
+        return raw[start : start + size]
+
+    def _return(self, watch: _Lent) -> None:
+        _, block = self._lent.pop(id(watch))
+        self._free[block.nbytes].append(block)
+
+
+def _size_class(nbytes: int) -> int:
+    """The next of the sizes 2**e * (8 … 15) / 8, at least 1024."""
+    step = 1 << max(7, nbytes.bit_length() - 4)
+    return max(1024, -(-nbytes // step) * step)

@@ -1,0 +1,98 @@
+"""What every native kernel stands on: threads, instruction sets, result memory, recordings."""
+
+import gc
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from bifolio.errors import UnsupportedError
+from bifolio.kernels.arena import Arena
+from bifolio.kernels.native import NativeOps, available
+
+pytestmark = pytest.mark.skipif(not available(), reason="native kernels are not built")
+
+
+def rows(seed: int, t: int = 64, h: int = 48) -> torch.Tensor:
+    return torch.randn(t, h, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_every_tile_is_done_exactly_once_at_any_thread_count(threads: int) -> None:
+    ops = NativeOps(threads)
+    x = rows(0)
+    for repeat in range(300):
+        index = torch.randint(0, 64, (1 + repeat % 40,), dtype=torch.int32)
+        assert torch.equal(ops.gather(x, index), x[index.long()])
+
+
+def test_a_replay_computes_from_the_refilled_inputs_into_the_same_result() -> None:
+    ops = NativeOps(2)
+    x, index = rows(1), torch.tensor([3, 1], dtype=torch.int32)
+    everything = torch.arange(64, dtype=torch.int32)
+    with ops.record() as tape:
+        y = ops.gather(ops.gather(x, everything), index)
+    assert len(tape) == 2
+    x.copy_(rows(2))
+    index.copy_(torch.tensor([7, 0]))
+    tape.replay()
+    assert torch.equal(y, rows(2)[[7, 0]])
+
+
+def test_calls_outside_a_recording_are_not_recorded() -> None:
+    ops = NativeOps(1)
+    x, index = rows(3), torch.zeros(1, dtype=torch.int32)
+    with ops.record() as tape:
+        ops.gather(x, index)
+    ops.gather(x, index)
+    assert len(tape) == 1
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_choices() -> None:
+    with pytest.raises(UnsupportedError, match=r"'sse9'.*portable"):
+        NativeOps(1, isa="sse9")
+
+
+def test_the_environment_variable_forces_the_instruction_set() -> None:
+    program = "from bifolio.kernels.native import NativeOps; print(NativeOps(1).isa)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"BIFOLIO_ISA": "portable", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "portable"
+
+
+def test_idle_workers_use_no_processor_time() -> None:
+    ops = NativeOps(3)
+    ops.gather(rows(4), torch.zeros(9, dtype=torch.int32))
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - before < 0.02
+
+
+def test_arena_memory_is_lent_again_only_after_the_last_view_is_gone() -> None:
+    arena = Arena()
+    first = arena.take(4, 100)
+    address, view = first.data_ptr(), first[1:, :50]
+    del first
+    gc.collect()
+    assert arena.take(4, 100).data_ptr() != address
+    del view
+    gc.collect()
+    again = [arena.take(4, 100) for _ in range(2)]
+    assert address in {tensor.data_ptr() for tensor in again}
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000, 12345, 1 << 20])
+def test_arena_blocks_are_aligned_and_waste_at_most_an_eighth(count: int) -> None:
+    arena = Arena()
+    tensor = arena.take(count)
+    assert tensor.shape == (count,)
+    assert count == 0 or tensor.data_ptr() % 64 == 0
+    assert 4 * count <= arena.nbytes <= max(1024, 4 * count * 9 / 8)
