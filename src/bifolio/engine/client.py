@@ -1,0 +1,337 @@
+"""AsyncEngine: the engine process as seen from an asyncio program.
+
+One socket carries everything; the event loop reads it itself, so no thread stands between a step
+and the response that waits for it. All outputs of a step arrive as one message. A reader that is
+slower than the engine finds what came meanwhile joined to one output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from bifolio import errors
+from bifolio.config import EngineConfig
+from bifolio.engine.channel import Unframer, frame
+from bifolio.engine.messages import (
+    Abort,
+    EngineMessage,
+    EngineStats,
+    Fatal,
+    FrontMessage,
+    Hello,
+    Loading,
+    Outputs,
+    RefusalKind,
+    Refused,
+    Shutdown,
+    Start,
+    Submit,
+)
+from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, RequestError
+from bifolio.request import Output, Request
+
+ENGINE_FACTORY = "bifolio.engine.engine:create"
+"""Builds the real engine; tests name a scripted one."""
+
+BEAT_TIMEOUT = 10.0
+"""Seconds without a heartbeat after which the engine counts as frozen. The longest honest step
+must be shorter."""
+
+STALL_TIMEOUT = 30.0
+"""Seconds without progress, with requests to work on, after which the engine is not ready."""
+
+_CLOSE_SECONDS = 5.0
+
+
+class _Mailbox:
+    """Outputs of one request that its reader has not taken yet, joined to one."""
+
+    __slots__ = ("_error", "_output", "_waiter")
+
+    def __init__(self) -> None:
+        self._output: Output | None = None
+        self._error: BifolioError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Output) -> None:
+        if self._output is None:
+            self._output = output
+        else:
+            self._output = _joined(self._output, output)
+        self._wake()
+
+    def fail(self, error: BifolioError) -> None:
+        self._error = error
+        self._wake()
+
+    async def take(self) -> Output:
+        """Wait for the next output; what had arrived before an error comes first."""
+        while self._output is None:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output, self._output = self._output, None
+        return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _joined(first: Output, second: Output) -> Output:
+    """The news of two outputs as one; lists are in order, totals are the later ones."""
+    second.tokens = first.tokens + second.tokens
+    if first.logprobs is not None:
+        second.logprobs = first.logprobs + (second.logprobs or [])
+    if first.prompt_logprobs is not None:
+        second.prompt_logprobs = first.prompt_logprobs + (second.prompt_logprobs or [])
+    return second
+
+
+class _Link(asyncio.Protocol):
+    """The socket's callbacks, turned into decoded messages."""
+
+    def __init__(self, on_message: Callable[[EngineMessage], None], on_close: Callable[[], None]):
+        self._on_message = on_message
+        self._on_close = on_close
+        self._unframer = Unframer()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self._unframer.feed(data):
+            self._on_message(self._decoder.decode(payload))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._on_close()
+
+
+class AsyncEngine:
+    """Starts the engine process, sends it requests, follows its heartbeat.
+
+    Use as `async with AsyncEngine(config) as engine`, or call `start` and `stop`. All methods
+    belong to the event loop that started it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        factory: str = ENGINE_FACTORY,
+        on_loading: Callable[[Loading], None] | None = None,
+        beat_timeout: float = BEAT_TIMEOUT,
+        stall_timeout: float = STALL_TIMEOUT,
+    ) -> None:
+        self._config = config
+        self._factory = factory
+        self._on_loading = on_loading
+        self._beat_timeout = beat_timeout
+        self._stall_timeout = stall_timeout
+        self._encoder = msgspec.msgpack.Encoder()
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._transport: asyncio.WriteTransport | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._hello: asyncio.Future[Hello] | None = None
+        self._dead: str | None = None
+        self._last_words: Fatal | None = None
+        self._beat_at = self._progress_at = 0.0
+        self.stats = EngineStats()
+        """The latest heartbeat."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> Hello:
+        """Start the process and wait until the model is loaded.
+
+        An error of the load is raised with its own class (ConfigError, CheckpointError, …);
+        EngineDeadError when the process ended without a word.
+        """
+        assert self._process is None, "start() is called once"
+        loop = asyncio.get_running_loop()
+        self._hello = loop.create_future()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bifolio.engine.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        try:
+            link = _Link(self._on_message, self._on_close)
+            transport, _ = await loop.create_unix_connection(lambda: link, sock=ours)
+            self._transport = transport
+            self._send(Start(self._factory, self._config.model_dump_json()))
+            return await self._hello
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the process. Requests that are still open raise EngineDeadError."""
+        if self._process is None:
+            return
+        if self._dead is None and self._transport is not None:
+            if self._hello is not None and self._hello.done():
+                self._send(Shutdown())
+            else:  # it is loading and does not listen
+                self._process.kill()
+        try:
+            await asyncio.to_thread(self._process.wait, _CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        if self._transport is not None:
+            self._transport.close()
+        self._on_close()
+
+    @property
+    def hello(self) -> Hello:
+        """What the engine said of itself when it was ready."""
+        assert self._hello is not None, "start() comes first"
+        return self._hello.result()
+
+    @property
+    def pid(self) -> int:
+        """The engine process."""
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that somebody is reading."""
+        return len(self._mailboxes)
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """Submit a request and yield its news; the last output has a `finish`.
+
+        RequestError, OverloadedError: the engine refused it. EngineDeadError: the process ended.
+        Closing the iterator, or cancelling the task that waits for it, aborts the request; wrap
+        it in `contextlib.aclosing` so that leaving the loop early does that at once.
+        """
+        assert request.id not in self._mailboxes, f"request {request.id} is already open"
+        mailbox = self._mailboxes[request.id] = _Mailbox()
+        over = False
+        try:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            self._send(Submit(request))
+            while not over:
+                output = await mailbox.take()
+                over = output.finish is not None
+                yield output
+        except BifolioError:
+            over = True
+            raise
+        finally:
+            del self._mailboxes[request.id]
+            if not over and self._dead is None:
+                self._send(Abort([request.id]))
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError unless the engine's loop has beaten lately."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        silence = time.monotonic() - self._beat_at
+        if silence > self._beat_timeout:
+            raise EngineDeadError(f"the engine has not answered for {silence:.1f} s")
+
+    def check_ready(self) -> None:
+        """Raise EngineDeadError unless the engine is healthy and, having work, makes progress."""
+        self.check_health()
+        stall = time.monotonic() - self._progress_at
+        if stall > self._stall_timeout:
+            raise EngineDeadError(
+                f"no progress for {stall:.0f} s with {self.stats.running} running and "
+                f"{self.stats.waiting} waiting requests"
+            )
+
+    def _send(self, message: FrontMessage) -> None:
+        assert self._transport is not None, "start() comes first"
+        self._transport.write(frame(self._encoder.encode(message)))
+
+    def _on_message(self, message: EngineMessage) -> None:
+        match message:
+            case Outputs(outputs):
+                for output in outputs:
+                    mailbox = self._mailboxes.get(output.id)
+                    if mailbox is not None:  # else it was aborted while this was on its way
+                        mailbox.put(output)
+            case EngineStats():
+                self._on_beat(message)
+            case Refused():
+                mailbox = self._mailboxes.get(message.id)
+                if mailbox is not None:
+                    mailbox.fail(_refusal(message))
+            case Loading():
+                if self._on_loading is not None:
+                    self._on_loading(message)
+            case Hello():
+                self._beat_at = self._progress_at = time.monotonic()
+                if self._hello is not None and not self._hello.done():
+                    self._hello.set_result(message)
+            case Fatal():
+                self._last_words = message
+
+    def _on_beat(self, stats: EngineStats) -> None:
+        self._beat_at = time.monotonic()
+        idle = stats.running + stats.waiting == 0
+        if idle or stats.progress != self.stats.progress:
+            self._progress_at = self._beat_at
+        self.stats = stats
+
+    def _on_close(self) -> None:
+        if self._dead is not None:
+            return
+        words = self._last_words
+        self._dead = "the engine process has ended"
+        if words is not None:
+            self._dead += f": {words.kind}: {words.message}"
+        if self._hello is not None and not self._hello.done():
+            self._hello.set_exception(_load_error(words) or EngineDeadError(self._dead))
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(EngineDeadError(self._dead))
+
+
+def _refusal(message: Refused) -> BifolioError:
+    match message.kind:
+        case RefusalKind.REQUEST:
+            return RequestError(message.message, message.param, message.code)
+        case RefusalKind.OVERLOADED:
+            return OverloadedError(message.message, message.retry_after)
+        case RefusalKind.INTERNAL:
+            return BifolioError(message.message)
+
+
+def _load_error(words: Fatal | None) -> BifolioError | None:
+    """The error of a failed start as its own class, where that takes nothing but a text."""
+    if words is None:
+        return None
+    known = (errors.ConfigError, errors.UnsupportedError, errors.CheckpointError)
+    for kind in known:
+        if kind.__name__ == words.kind:
+            return kind(words.message)
+    return None

@@ -1,0 +1,130 @@
+"""What the front end and the engine process say to each other, as msgpack.
+
+    front → engine   Start · Submit · Abort · Shutdown
+    engine → front   Loading · Hello · Outputs · Refused · EngineStats · Fatal
+
+The order of one request: Submit, then either one Refused or Outputs until one of them has a
+`finish`. After an Abort the engine says nothing more about that request.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from bifolio.request import Output, Request
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """First message: build the engine with `factory` (`module:function`) from a configuration.
+
+    `config` is an EngineConfig as JSON.
+    """
+
+    factory: str
+    config: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A request to admit before the next step."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Requests to forget before the next step; unknown ids are ignored."""
+
+    ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Close the engine and end the process."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Progress of the start: `done` of `total` units (bytes, layers) of what `stage` names."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine is ready. Ids are valid below `vocab`, which may exceed the tokenizer's length.
+
+    `stop_ids` are the end tokens that the checkpoint declares and the engine obeys. `pages` is
+    the size of the pool; `plan` and `kernels` are texts for people.
+    """
+
+    model: str
+    vocab: int
+    max_model_len: int
+    stop_ids: tuple[int, ...]
+    page_size: int
+    pages: int
+    page_bytes: int
+    plan: str
+    kernels: str
+    boot_epoch: int
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What one step brought, for all of its requests."""
+
+    outputs: list[Output]
+
+
+class RefusalKind(StrEnum):
+    """Which error of the tree a refusal becomes in the front end."""
+
+    REQUEST = "request"
+    OVERLOADED = "overloaded"
+    INTERNAL = "internal"
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """A request that was not admitted, with the fields of RequestError and OverloadedError."""
+
+    id: str
+    kind: RefusalKind
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float = 0.0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """The heartbeat: it passes through the loop that steps, so a hung step stops it.
+
+    Gauges hold at that moment; the others count since the start. `progress` moves whenever any
+    request got nearer to its end (tokens computed and tokens emitted). Prefix queries and hits
+    are in tokens.
+    """
+
+    steps: int = 0
+    progress: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_live: int = 0
+    pages_quarantined: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    pages_checked: int = 0
+    integrity_failures: int = 0
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """Last words of the engine process. `kind` is the name of the error's class."""
+
+    kind: str
+    message: str
+
+
+FrontMessage = Start | Submit | Abort | Shutdown
+EngineMessage = Loading | Hello | Outputs | Refused | EngineStats | Fatal

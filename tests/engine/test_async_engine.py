@@ -1,0 +1,319 @@
+"""The engine process behind AsyncEngine: order, refusals, cancels, death, freezing, orphans."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from bifolio.engine.client import AsyncEngine
+from bifolio.errors import (
+    BifolioError,
+    CheckpointError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+)
+from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
+from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
+
+QUICK = Script()
+KILL, RAISE, HANG, FAULT = 101, 102, 103, 104
+
+
+@contextlib.asynccontextmanager
+async def running(script=QUICK, *, beat_timeout=10.0, stall_timeout=30.0, **options):
+    engine = AsyncEngine(
+        scripted_config(script, **options),
+        factory=FACTORY,
+        beat_timeout=beat_timeout,
+        stall_timeout=stall_timeout,
+    )
+    async with engine:
+        yield engine
+
+
+def request(name, prompt, **sampling):
+    params = {"max_tokens": 10_000, "temperature": 0.0} | sampling
+    return Request(id=name, prompt_ids=list(prompt), sampling=SamplingParams(**params))
+
+
+async def collect(engine, req) -> Output:
+    """All outputs of a request, joined."""
+    total = Output(id=req.id)
+    async with contextlib.aclosing(engine.generate(req)) as outputs:
+        async for output in outputs:
+            output.tokens = total.tokens + output.tokens
+            total = output
+    return total
+
+
+async def until(condition, seconds=3.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        await asyncio.sleep(0.01)
+
+
+async def test_a_request_gets_its_tokens_in_order_and_one_finish():
+    async with running() as engine:
+        assert engine.hello.stop_ids == (2,)
+        engine.check_health()
+        engine.check_ready()
+        output = await collect(engine, request("a", range(10, 60)))
+        assert output.tokens == [*range(10, 60), 2]
+        assert (output.finish, output.stop_id) == (FinishReason.STOP, 2)
+        assert engine.open_requests == 0
+
+
+async def test_many_requests_at_once_do_not_mix():
+    async with running(max_num_seqs=7) as engine:
+        prompts = [[random.randrange(3, 400) for _ in range(1 + i % 23)] for i in range(60)]
+        outputs = await asyncio.gather(
+            *(collect(engine, request(str(i), prompt)) for i, prompt in enumerate(prompts))
+        )
+        assert [output.tokens for output in outputs] == [[*prompt, 2] for prompt in prompts]
+
+
+async def test_a_slow_reader_gets_everything_joined():
+    async with running() as engine:
+        generator = engine.generate(request("a", range(10, 200), logprobs=1, prompt_logprobs=0))
+        async with contextlib.aclosing(generator) as outputs:
+            first = await anext(outputs)
+            await until(lambda: engine.stats.running == 0 and engine.stats.progress > 300)
+            rest = await anext(outputs)
+        assert first.tokens + rest.tokens == [*range(10, 200), 2]
+        assert len(first.logprobs + rest.logprobs) == 191
+        assert (first.prompt_logprobs or rest.prompt_logprobs)[0] is None
+        assert rest.finish is FinishReason.STOP
+
+
+async def test_refusals_arrive_as_the_errors_they_are_and_the_engine_goes_on():
+    script = Script(max_model_len=32, step_seconds=0.01)
+    async with running(script, max_num_seqs=1, max_waiting=1) as engine:
+        with pytest.raises(RequestError, match="fills the context") as refused:
+            await collect(engine, request("long", range(40)))
+        assert refused.value.param == "prompt"
+        jobs = [asyncio.create_task(collect(engine, request(str(i), [5] * 20))) for i in range(5)]
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+        refused = [r for r in results if isinstance(r, OverloadedError)]
+        assert refused
+        assert refused[0].retry_after == 1.0
+        assert len(refused) < 5
+        assert engine.open_requests == 0
+        assert len((await collect(engine, request("z", [5, 6]))).tokens) == 3
+
+
+async def test_an_exception_while_admitting_ends_that_request_only():
+    async with running() as engine:
+        with pytest.raises(BifolioError, match="no empty prompt"):
+            await collect(engine, request("bad", []))
+        assert (await collect(engine, request("good", [9]))).tokens == [9, 2]
+
+
+async def test_an_error_of_one_request_leaves_the_others_alone():
+    async with running(Script(fault_id=FAULT)) as engine:
+        bad, good = await asyncio.gather(
+            collect(engine, request("bad", [7, 8, FAULT, 9])),
+            collect(engine, request("good", [7, 8, 9])),
+        )
+        assert (bad.tokens, bad.finish) == ([7, 8], FinishReason.ERROR)
+        assert bad.error_code is ErrorCode.CACHE_INTEGRITY
+        assert good.tokens == [7, 8, 9, 2]
+        await until(lambda: engine.stats.integrity_failures == 1)
+
+
+async def test_leaving_a_request_frees_its_pages_within_a_step():
+    async with running(Script(step_seconds=0.005)) as engine:
+        endless = request("a", [5, 6], max_tokens=100_000, ignore_eos=True)
+        async with contextlib.aclosing(engine.generate(endless)) as outputs:
+            async for _ in outputs:
+                await until(lambda: engine.stats.pages_live > 0)
+                break
+        assert engine.open_requests == 0
+        await until(lambda: engine.stats.running == 0 and engine.stats.pages_live == 0, 1.0)
+
+
+async def test_cancels_at_random_awaits_leave_nothing_behind():
+    async with running(Script(step_seconds=0.0005), max_num_seqs=16) as engine:
+
+        async def one(i):
+            req = request(str(i), [5] * random.randrange(1, 30), ignore_eos=bool(i % 2))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(collect(engine, req), random.random() * 0.05)
+
+        for start in range(0, 400, 50):
+            await asyncio.gather(*(one(start + i) for i in range(50)))
+        assert engine.open_requests == 0
+        await until(lambda: engine.stats.running + engine.stats.waiting == 0, 1.0)
+        assert engine.stats.pages_free == Script().pages
+
+
+async def test_no_abort_is_sent_for_a_finished_request(monkeypatch):
+    async with running() as engine:
+        sent = []
+        send = engine._send
+        monkeypatch.setattr(engine, "_send", lambda m: (sent.append(type(m).__name__), send(m)))
+        await collect(engine, request("a", [5, 6, 7]))
+        assert sent == ["Submit"]
+
+
+async def test_killing_the_process_fails_every_open_request_within_two_seconds():
+    async with running(Script(step_seconds=0.01)) as engine:
+        jobs = [
+            asyncio.create_task(collect(engine, request(str(i), [5], ignore_eos=True)))
+            for i in range(20)
+        ]
+        await until(lambda: engine.stats.running == 20)
+        os.kill(engine.pid, signal.SIGKILL)
+        results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 2.0)
+        assert all(isinstance(r, EngineDeadError) for r in results)
+        with pytest.raises(EngineDeadError):
+            engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await collect(engine, request("late", [5]))
+        assert engine.open_requests == 0
+
+
+@pytest.mark.parametrize(("accident", "words"), [(RAISE, "script says raise"), (KILL, "ended")])
+async def test_a_crash_in_a_step_says_why(accident, words, capfd):
+    async with running(Script(raise_id=RAISE, kill_id=KILL)) as engine:
+        with pytest.raises(EngineDeadError, match=words):
+            await collect(engine, request("a", [7, accident]))
+
+
+async def test_a_stopped_process_is_unhealthy_until_it_goes_on():
+    async with running(beat_timeout=0.6) as engine:
+        os.kill(engine.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        with pytest.raises(EngineDeadError, match="not answered"):
+            engine.check_health()
+        os.kill(engine.pid, signal.SIGCONT)
+        await until(lambda: time.monotonic() - engine._beat_at < 0.1)
+        engine.check_health()
+        assert (await collect(engine, request("a", [9]))).tokens == [9, 2]
+
+
+async def test_a_hung_step_is_unhealthy_and_idleness_is_not():
+    async with running(Script(hang_id=HANG, hang_seconds=1.5), beat_timeout=0.6) as engine:
+        await asyncio.sleep(0.9)
+        engine.check_health()
+        engine.check_ready()
+        job = asyncio.create_task(collect(engine, request("a", [HANG])))
+        await asyncio.sleep(1.0)
+        with pytest.raises(EngineDeadError, match="not answered"):
+            engine.check_health()
+        await job
+        await until(lambda: time.monotonic() - engine._beat_at < 0.1)
+        engine.check_health()
+
+
+async def test_work_without_progress_is_not_ready():
+    async with running(stall_timeout=0.4) as engine:
+        from bifolio.engine.messages import EngineStats
+
+        engine._on_beat(EngineStats(progress=5, running=0, waiting=0))
+        engine.check_ready()
+        engine._progress_at -= 1.0
+        engine._on_beat(EngineStats(progress=5, running=0, waiting=3))
+        engine.check_health()
+        with pytest.raises(EngineDeadError, match=r"no progress .* 3 waiting"):
+            engine.check_ready()
+        engine._on_beat(EngineStats(progress=6, running=1, waiting=2))
+        engine.check_ready()
+
+
+async def test_an_error_of_the_load_keeps_its_class(capfd):
+    with pytest.raises(CheckpointError, match="tensor 7 is missing"):
+        async with running(Script(load_error="tensor 7 is missing")):
+            pass
+
+
+async def test_a_factory_that_cannot_be_imported_is_a_clear_error(capfd):
+    engine = AsyncEngine(scripted_config(Script()), factory="bifolio.nowhere:create")
+    with pytest.raises(EngineDeadError, match="nowhere"):
+        await engine.start()
+
+
+async def test_stop_ends_the_process_and_open_requests():
+    async with running(Script(step_seconds=0.01)) as engine:
+        job = asyncio.create_task(collect(engine, request("a", [5], ignore_eos=True)))
+        await until(lambda: engine.stats.running == 1)
+        pid = engine.pid
+    with pytest.raises(EngineDeadError):
+        await job
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_signals_for_the_group_are_left_to_the_parent():
+    async with running() as engine:
+        os.kill(engine.pid, signal.SIGINT)
+        os.kill(engine.pid, signal.SIGTERM)
+        assert (await collect(engine, request("a", [9]))).tokens == [9, 2]
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_the_process_ends_with_its_parent(hang):
+    program = textwrap.dedent(
+        f"""
+        import asyncio, sys
+        import bifolio.engine.worker
+        from bifolio.engine.client import AsyncEngine
+        from bifolio.request import Request, SamplingParams
+        from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
+
+        async def main():
+            script = Script(hang_id=9, step_seconds=0.001)
+            engine = AsyncEngine(scripted_config(script), factory=FACTORY)
+            await engine.start()
+            prompt = [9 if {hang} else 8]
+            sampling = SamplingParams(max_tokens=10**6, ignore_eos=True, temperature=0.0)
+            print(engine.pid, flush=True)
+            async for _ in engine.generate(Request(id="a", prompt_ids=prompt, sampling=sampling)):
+                pass
+        asyncio.run(main())
+        """
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env) as top:
+        pid = int(top.stdout.readline())
+        time.sleep(0.3)
+        top.kill()
+    deadline = time.monotonic() + 8.0
+    while alive(pid):
+        assert time.monotonic() < deadline, "the engine process outlived its parent"
+        time.sleep(0.05)
+
+
+def process_fields(pid):
+    """Fields of /proc/PID/stat behind the name, from the state on; none when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except FileNotFoundError:
+        return None
+
+
+def alive(pid):
+    fields = process_fields(pid)
+    return fields is not None and fields[0] not in "ZX"
+
+
+async def test_an_idle_engine_takes_next_to_no_processor_time():
+    async with running() as engine:
+        await asyncio.sleep(0.3)
+        before = cpu_seconds(engine.pid)
+        await asyncio.sleep(1.5)
+        assert cpu_seconds(engine.pid) - before <= 0.03
+
+
+def cpu_seconds(pid):
+    fields = process_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
