@@ -9,24 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
 
 from bifolio.core.step import PageFault, RowResult, Step, StepRow
 from bifolio.formats import Phase
-from bifolio.kernels.ops import Batch, LayerCache
+from bifolio.kernels.ops import Batch
 from bifolio.runtime.batch import BatchBuffers, Segment
 from bifolio.runtime.pool import KVPool
+from bifolio.runtime.recorded import Model
 from bifolio.runtime.sampler import Sampler
 from bifolio.runtime.verify import ExpectedPages
 from bifolio.spec.page import HEADER_FILL
-
-
-class Model(Protocol):
-    """A decoder: logits float32 [l, vocab] of `batch.logits_index_l`."""
-
-    def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

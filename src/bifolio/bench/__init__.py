@@ -1,0 +1,1 @@
+"""Speed measured against ceilings and peers, in one run on one machine."""

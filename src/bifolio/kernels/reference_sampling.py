@@ -1,0 +1,132 @@
+"""The specification of sampling: how the next token of one row follows from its logits.
+
+    logits → penalties → bias → masked ids out → temperature → min-p → top-k → top-p → draw
+
+Reported logprobs are those of the unmodified logits. Tokens are ranked by falling logit, equal
+ones by rising id; every rule below speaks of that order. Sums are in float64.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bifolio.request import SamplingParams, TokenLogprobs
+
+_MASK64 = 2**64 - 1
+
+
+@dataclass(slots=True)
+class Draw:
+    """What the choice of one token depends on, beside its logits.
+
+    `position` counts the tokens generated before; with the seed it gives the random number, so
+    that a draw does not depend on the batch or on preemption. `masked` ids cannot be chosen.
+    """
+
+    sampling: SamplingParams
+    position: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    masked: Sequence[int] = field(default_factory=tuple)
+
+
+class SamplingOps(Protocol):
+    """Choice of tokens, one row [vocab] of float32 logits at a time."""
+
+    def greedy(self, logits_lv: Tensor) -> list[int]:
+        """The best token of each row."""
+        ...
+
+    def choose(self, logits_v: Tensor, draw: Draw) -> int:
+        """The next token of a row; `logits_v` may be overwritten."""
+        ...
+
+    def logprobs(self, logits_v: Tensor, token: int, top: int) -> TokenLogprobs:
+        """Logprob and rank of `token`, and the `top` best tokens."""
+        ...
+
+
+class ReferenceSampling:
+    """Every rule by its definition, with a full sort."""
+
+    def greedy(self, logits_lv: Tensor) -> list[int]:
+        return [int(row[0]) for row in _ranked(logits_lv)]
+
+    def choose(self, logits_v: Tensor, draw: Draw) -> int:
+        logits_v = adjust(logits_v, draw)
+        sampling = draw.sampling
+        order_v = _ranked(logits_v)
+        if sampling.temperature == 0:
+            return int(order_v[0])
+        sorted_v = logits_v[order_v].double() / sampling.temperature
+        p_v = torch.softmax(sorted_v, dim=0)
+        keep = int((p_v >= sampling.min_p * p_v[0]).sum())
+        if sampling.top_k:
+            keep = min(keep, sampling.top_k)
+        p_v = p_v[:keep]
+        cumulative_v = p_v.cumsum(0)
+        if sampling.top_p < 1.0:
+            enough = cumulative_v >= sampling.top_p * cumulative_v[-1]
+            keep = int(enough.nonzero()[0]) + 1
+            cumulative_v = cumulative_v[:keep]
+        target = uniform(sampling.seed, draw.position) * float(cumulative_v[-1])
+        place = int(torch.searchsorted(cumulative_v, target, right=True))
+        return int(order_v[min(place, keep - 1)])
+
+    def logprobs(self, logits_v: Tensor, token: int, top: int) -> TokenLogprobs:
+        order_v = _ranked(logits_v)
+        logprob_v = torch.log_softmax(logits_v.double(), dim=0)
+        rank = int((order_v == token).nonzero()[0]) + 1
+        best = [(int(i), float(logprob_v[i])) for i in order_v[:top]]
+        return TokenLogprobs(float(logprob_v[token]), rank, best)
+
+
+def adjust(logits_v: Tensor, draw: Draw) -> Tensor:
+    """Penalties, bias and mask, in that order.
+
+    repetition  (Keskar et al. 2019) on every id of prompt or output: a positive logit is divided
+                by the penalty, a negative one multiplied
+    frequency   minus penalty times the count in the output; presence: minus penalty once
+    """
+    sampling = draw.sampling
+    logits_v = logits_v.clone()
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*draw.prompt_ids, *draw.output_ids}), dtype=torch.long)
+        value = logits_v[seen]
+        penalty = sampling.repetition_penalty
+        logits_v[seen] = torch.where(value > 0, value / penalty, value * penalty)
+    if draw.output_ids and (sampling.frequency_penalty or sampling.presence_penalty):
+        for token, count in Counter(draw.output_ids).items():
+            logits_v[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    for token, bias in sampling.logit_bias.items():
+        logits_v[token] += bias
+    if draw.masked:
+        logits_v[torch.tensor(list(draw.masked), dtype=torch.long)] = -torch.inf
+    return logits_v
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from (seed, position): two rounds of SplitMix64 (Steele et al. 2014).
+
+    The state after the first round, moved by the position, goes through the second; the result's
+    upper 53 bits are the fraction.
+    """
+    return (_splitmix64(_splitmix64(seed) + position) >> 11) * 2.0**-53
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E37_79B9_7F4A_7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _ranked(logits: Tensor) -> Tensor:
+    """Indices along the last dimension, best first, equal logits by rising id."""
+    return torch.sort(logits, dim=-1, descending=True, stable=True).indices

@@ -1,0 +1,67 @@
+"""A model whose decode steps are recorded once per batch shape and replayed natively."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from bifolio.kernels.ops import Batch, LayerCache
+
+
+class Model(Protocol):
+    """A decoder: logits float32 [l, vocab] of `batch.logits_index_l`."""
+
+    def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor: ...
+
+
+class Tape(Protocol):
+    """The kernel calls of one pass."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """A kernel set that can record a pass (`kernels.native.NativeOps`)."""
+
+    def record(self) -> AbstractContextManager[Tape]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    tape: Tape
+    batch: Batch
+    logits_lv: Tensor
+
+
+class RecordedModel:
+    """Wraps a model so that a decode step costs one native call, whatever its number of layers.
+
+    Only passes of one token per row are recorded: their shapes come again. Each recording belongs
+    to the very buffers of its batch, and the least recently used of `capacity` is dropped.
+    """
+
+    def __init__(self, model: Model, recorder: Recorder, capacity: int = 64) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._capacity = capacity
+        self._recordings: OrderedDict[int, _Recording] = OrderedDict()
+
+    def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
+        rows = batch.context_len_r.shape[0]
+        if not batch.token_ids_t.shape[0] == batch.logits_index_l.shape[0] == rows:
+            return self._model.forward(batch, caches)
+        found = self._recordings.get(rows)
+        if found is not None and found.batch is batch:
+            self._recordings.move_to_end(rows)
+            found.tape.replay()
+            return found.logits_lv
+        with self._recorder.record() as tape:
+            logits = self._model.forward(batch, caches)
+        self._recordings[rows] = _Recording(tape, batch, logits)
+        if len(self._recordings) > self._capacity:
+            self._recordings.popitem(last=False)
+        return logits

@@ -1,0 +1,86 @@
+"""Turns the logits of a pass into tokens and logprobs, row by row, whatever the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bifolio.core.step import RowResult
+from bifolio.kernels.reference_sampling import Draw, SamplingOps
+from bifolio.request import SamplingParams
+from bifolio.runtime.batch import Segment
+
+
+class Sampler:
+    """`stop_ids` are the model's end tokens: masked until a request has its `min_tokens`."""
+
+    def __init__(self, ops: SamplingOps, stop_ids: Sequence[int]) -> None:
+        self._ops = ops
+        self._stop_ids = tuple(stop_ids)
+
+    def sample(self, logits_lv: Tensor, segments: list[Segment]) -> list[RowResult]:
+        """One result per segment; its logits are the next `end - logits_from` rows."""
+        if all(_is_plain(s) for s in segments):
+            return [RowResult(token=token) for token in self._ops.greedy(logits_lv)]
+        results, place = [], 0
+        for segment in segments:
+            count = segment.end - segment.logits_from
+            results.append(self._row(logits_lv[place : place + count], segment))
+            place += count
+        return results
+
+    def _row(self, logits_lv: Tensor, segment: Segment) -> RowResult:
+        row, result = segment.row, RowResult()
+        sampling = row.sampling
+        if sampling.prompt_logprobs is not None:
+            last = min(segment.end, row.prompt_len - 1)
+            result.prompt_logprobs = [
+                self._ops.logprobs(
+                    logits_lv[position - segment.logits_from],
+                    row.prompt_ids[position + 1],
+                    sampling.prompt_logprobs,
+                )
+                for position in range(segment.logits_from, last)
+            ]
+        if row.sample and segment.end == row.end:
+            logits_v = logits_lv[-1]
+            kept_v = logits_v.clone() if sampling.logprobs is not None else logits_v
+            result.token = self._ops.choose(logits_v, self._draw(segment))
+            if sampling.logprobs is not None:
+                result.logprobs = self._ops.logprobs(kept_v, result.token, sampling.logprobs)
+        return result
+
+    def _draw(self, segment: Segment) -> Draw:
+        row = segment.row
+        position = row.end - row.prompt_len
+        return Draw(
+            sampling=row.sampling,
+            position=position,
+            prompt_ids=row.prompt_ids,
+            output_ids=row.output_ids,
+            masked=self._masked(row.sampling, position),
+        )
+
+    def _masked(self, sampling: SamplingParams, position: int) -> tuple[int, ...]:
+        if position >= sampling.min_tokens:
+            return ()
+        return (*sampling.stop_ids, *(() if sampling.ignore_eos else self._stop_ids))
+
+
+def _is_plain(segment: Segment) -> bool:
+    """Greedy with nothing else asked, and one row of logits, which is sampled."""
+    row, sampling = segment.row, segment.row.sampling
+    return (
+        sampling.temperature == 0
+        and row.sample
+        and segment.end == row.end
+        and segment.logits_from == segment.end - 1
+        and sampling.logprobs is None
+        and sampling.prompt_logprobs is None
+        and sampling.repetition_penalty == 1.0
+        and sampling.frequency_penalty == 0.0
+        and sampling.presence_penalty == 0.0
+        and not sampling.logit_bias
+        and segment.end - row.prompt_len >= sampling.min_tokens
+    )
