@@ -1,0 +1,189 @@
+"""What `bifolio doctor` finds out: facts, and problems with their cures."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from bifolio import __version__
+from bifolio.cli.machine import Limits, Processor, read_limits, read_processor
+from bifolio.errors import UnsupportedError
+
+PACKAGES = (
+    *("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "msgspec"),
+    *("fastapi", "uvicorn", "uvloop", "httptools", "httpx", "orjson", "pydantic", "typer", "rich"),
+    *("prometheus-client", "structlog", "pyzmq"),
+)
+"""What serving needs: the dependencies of the package."""
+
+OLDEST_PYTHON = (3, 11)
+SCANT_MEMORY = 2**30
+"""Below this, the default cache and a small model do not fit together."""
+
+ENVIRONMENT = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "BIFOLIO_ISA")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`fatal`: serving cannot work."""
+
+    what: str
+    cure: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernel sets of this build on this processor. `isa` is the one in use, None without any."""
+
+    native: bool
+    isa: str | None
+    isas: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """Everything found; `as_dict` is the document that `--json` prints."""
+
+    version: str
+    python: str
+    processor: Processor
+    limits: Limits
+    kernels: Kernels
+    packages: dict[str, str | None]
+    """Installed versions; None is missing."""
+    compiler: str | None
+    environment: dict[str, str]
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether serving can work."""
+        return not any(problem.fatal for problem in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+
+def examine() -> Checkup:
+    """Look at this machine and this installation. Takes as long as importing torch."""
+    problems: list[Problem] = []
+    processor, limits = read_processor(), read_limits()
+    packages = {name: _version(name) for name in PACKAGES}
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    problems += _python_problems(packages)
+    kernels = _kernels(problems, compiler)
+    problems += _limit_problems(limits)
+    return Checkup(
+        version=__version__,
+        python=platform.python_version(),
+        processor=processor,
+        limits=limits,
+        kernels=kernels,
+        packages=packages,
+        compiler=compiler,
+        environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        problems=problems,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python_problems(packages: dict[str, str | None]) -> list[Problem]:
+    problems = []
+    if sys.version_info < OLDEST_PYTHON:
+        problems.append(
+            Problem(
+                f"Python {platform.python_version()} is too old",
+                f"install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer",
+                fatal=True,
+            )
+        )
+    missing = [name for name, version in packages.items() if version is None]
+    if missing:
+        problems.append(
+            Problem(
+                f"missing packages: {', '.join(missing)}",
+                f"pip install {' '.join(missing)}",
+                fatal=True,
+            )
+        )
+    elif error := _import_error("torch"):
+        problems.append(
+            Problem(
+                f"torch is installed but cannot be imported: {error}",
+                "install it again: pip install --force-reinstall torch",
+                fatal=True,
+            )
+        )
+    return problems
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken installation raises anything
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _kernels(problems: list[Problem], compiler: str | None) -> Kernels:
+    try:
+        from bifolio import _native
+        from bifolio.kernels.native import NativeOps
+    except ImportError as error:
+        build = "pip install --force-reinstall --no-deps bifolio, or `make serve` in a checkout"
+        problems.append(
+            Problem(
+                f"no native kernels ({error}): serving falls back to the slow reference kernels",
+                build
+                if compiler
+                else f"install a C++20 compiler (Debian: apt install g++); {build}",
+            )
+        )
+        return Kernels(native=False, isa=None, isas=())
+    isas = tuple(_native.supported_isas())
+    try:
+        isa = NativeOps(threads=1).isa
+    except UnsupportedError as error:
+        problems.append(Problem(str(error), "unset BIFOLIO_ISA", fatal=True))
+        return Kernels(native=True, isa=None, isas=isas)
+    if isa == "portable":
+        problems.append(
+            Problem("the portable kernels are slow", "use a processor with AVX2 or AVX-512")
+        )
+    return Kernels(native=True, isa=isa, isas=isas)
+
+
+def _limit_problems(limits: Limits) -> list[Problem]:
+    problems = []
+    if limits.cpu_quota is not None and limits.cpu_quota < limits.cores_allowed:
+        threads = max(1, math.floor(limits.cpu_quota))
+        problems.append(
+            Problem(
+                f"the control group grants {limits.cpu_quota:g} cores but {limits.cores_allowed} "
+                "are visible, so threads would wait for each other",
+                f"serve with --threads {threads}",
+            )
+        )
+    if limits.memory_usable is not None and limits.memory_usable < SCANT_MEMORY:
+        problems.append(
+            Problem(
+                f"only {limits.memory_usable / 2**20:.0f} MiB of memory are free",
+                "serve with a smaller --cache-memory, e.g. 256MiB",
+            )
+        )
+    return problems

@@ -1,0 +1,77 @@
+"""The command `bifolio`. Commands import what they need when they run: help must come at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from bifolio import __version__
+from bifolio.cli.chat import chat
+from bifolio.cli.console import ERROR_PREFIX
+from bifolio.cli.doctor import doctor
+from bifolio.errors import BifolioError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a command ended by Ctrl-C."""
+
+
+class _Commands(TyperGroup):
+    """Turns the errors that bifolio raises on purpose into one line, and Ctrl-C into silence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BifolioError as error:
+            print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+            raise typer.Exit(EXIT_ERROR) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+app = typer.Typer(
+    name="bifolio",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"bifolio {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = False,
+) -> None:
+    """Serve language models with a choice of number formats for each phase.
+
+    [bold]Start here[/]
+
+      bifolio doctor               what this machine can do
+      bifolio serve smollm2-135m   the OpenAI API on http://127.0.0.1:8000/v1
+      bifolio chat                 talk to a model in the terminal
+    """
+
+
+app.command()(chat)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
