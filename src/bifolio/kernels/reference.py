@@ -109,7 +109,7 @@ class ReferenceOps:
                 window,
             )
             for row, (start, end, length) in enumerate(
-                zip(borders, borders[1:], batch.context_len_r.tolist(), strict=False)
+                zip(borders[:-1], borders[1:], batch.context_len_r.tolist(), strict=True)
             )
         ]
         return torch.cat(rows).reshape(q_tkgd.shape[0], -1)

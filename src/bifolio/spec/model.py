@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. `kind` is `default`, `llama3` or `yarn`.
+    """Rotary position embedding. `kind` is `default`, `llama3`, `yarn` or `factors`.
 
-    The fields after `kind` are read by the kinds that name them; meanings as in the
-    `rope_scaling` dictionary of a Hugging Face `config.json`.
+    `dim` numbers of each head rotate. The fields after `kind` are read by the kinds that name
+    them; meanings as in the `rope_scaling` dictionary of a Hugging Face `config.json`. `factors`
+    (GGUF) divides the frequency of each pair by its own factor.
     """
 
     theta: float = 10_000.0
@@ -26,6 +27,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,35 @@
+"""Grouped-query attention over the paged cache, with the norm before it and the sum behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """x + W_o · attention(W_qkv · norm(x)). `q_norm`, `k_norm` act on each head before rotation."""
+
+    norm: Norm
+    qkv: Weight
+    """Queries, keys and values in one matrix [(heads + 2 kv_heads) * d, h]."""
+    output: Weight
+    heads: int
+    scale: float
+    window: int | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    def __call__(
+        self, ops: Ops, x_th: Tensor, batch: Batch, cache: LayerCache, cos_sin_pd: Tensor
+    ) -> Tensor:
+        """Float32 [t, h]; stores the keys and values of the batch before it reads any."""
+        qkv = ops.linear(x_th, self.qkv, norm=self.norm)
+        q_thd = ops.rope_store(
+            qkv, batch, cache, cos_sin_pd, self.heads, q_norm=self.q_norm, k_norm=self.k_norm
+        )
+        mixed = ops.attention(q_thd, batch, cache, self.heads, self.scale, self.window)
+        return ops.linear(mixed, self.output, residual_tn=x_th)

@@ -1,0 +1,58 @@
+"""What the loader asks of a checkpoint, whatever its files are, and the strict accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from bifolio.errors import CheckpointError
+from bifolio.kernels.tensor import QuantTensor
+from bifolio.models.tensors import ModelTensors
+
+_NAMES_SHOWN = 4
+
+
+class Checkpoint(Protocol):
+    """Tensors by their Hugging Face name, read when asked for and not kept."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor in the files."""
+        ...
+
+    def matrix(self, name: str) -> QuantTensor:
+        """A tensor [n, k] as stored; fp16 comes as fp32, which holds it exactly."""
+        ...
+
+    def vector(self, name: str) -> Tensor:
+        """A tensor [n] as float32."""
+        ...
+
+
+def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:
+    """Every tensor has one use and every weight all its tensors, else CheckpointError with names.
+
+    A head that is stored beside tied embeddings is accepted here; the loader compares them.
+    """
+    wanted = {name: shape for weight in model.all() for name, shape in weight.shapes()}
+    found = checkpoint.shapes
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(f"tensors are missing from the checkpoint: {_some(missing)}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(found[name])}, the configuration says {list(shape)}"
+            )
+    known = set(wanted) | (set(dict(model.head.shapes())) if model.tied else set())
+    left = [n for n in found if n not in known and not n.endswith(model.skipped)]
+    if left:
+        raise CheckpointError(f"tensors of the checkpoint have no use in this model: {_some(left)}")
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    rest = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,16 @@
+"""The model families, by the name that a checkpoint gives its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bifolio.models.llama import llama_tensors
+from bifolio.models.qwen import qwen_tensors
+from bifolio.models.tensors import ModelTensors
+from bifolio.spec import ModelSpec
+
+FAMILIES: dict[str, Callable[[ModelSpec], ModelTensors]] = {
+    "llama": llama_tensors,
+    "qwen2": qwen_tensors,
+    "qwen3": qwen_tensors,
+}

@@ -1,0 +1,145 @@
+"""Safetensors folders: one file, or shards with an index that is an allow-list both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.formats import BF16, FP32
+from bifolio.kernels.tensor import QuantTensor
+
+INDEX = "model.safetensors.index.json"
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class SafetensorsFolder:
+    """The tensors of a folder. Opening it reads headers only and refuses what is not sound.
+
+    CheckpointError: a file that the index names is missing or damaged; a tensor is missing from
+    its file, or stands in a file without being listed there; a safetensors file that the index
+    does not know lies beside it (a second copy of the model, or a leftover of another).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of: dict[str, Path] = {}
+        self.shapes: Mapping[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path, listed in _listed_files(folder).items():
+            found = _header(path)
+            if listed is not None:
+                _compare(path, listed, set(found))
+            for name, shape in found.items():
+                assert name not in shapes, "the index maps a name to one file"
+                shapes[name] = shape
+                self._file_of[name] = path
+        self.shapes = shapes
+
+    def matrix(self, name: str) -> QuantTensor:
+        codes = self._read(name)
+        n, k = codes.shape
+        if codes.dtype is torch.bfloat16:
+            return QuantTensor(BF16, n, k, codes)
+        return QuantTensor(FP32, n, k, codes.to(torch.float32))
+
+    def vector(self, name: str) -> Tensor:
+        return self._read(name).to(torch.float32)
+
+    def _read(self, name: str) -> Tensor:
+        with _opened(self._file_of[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor.clone()  # else it would keep the file mapped
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open safetensors file; what the library finds wrong with it is a CheckpointError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.name} is missing from {path.parent}") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); download it again") from error
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (not a dictionary)
+            part = file.get_slice(name)
+            if part.get_dtype() not in _FLOATS:
+                raise UnsupportedError(
+                    f"{path.name}: tensor {name} is stored as {part.get_dtype()}; "
+                    f"only {', '.join(_FLOATS)} can be read"
+                )
+            shapes[name] = tuple(part.get_shape())
+    return shapes
+
+
+def _listed_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Files of the model, each with the tensors the index lists for it (None: no index)."""
+    present = {path.name for path in folder.glob("*.safetensors")}
+    index = folder / INDEX
+    if not index.exists():
+        if len(present) == 1:
+            return {folder / present.pop(): None}
+        if not present:
+            raise CheckpointError(f"{folder} holds no *.safetensors files")
+        raise CheckpointError(
+            f"{folder} holds {', '.join(sorted(present))} but no {INDEX} that says which to read"
+        )
+    listed: dict[Path, set[str] | None] = {}
+    for name, file in _weight_map(index).items():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: {name} points outside the folder, to {file!r}")
+        tensors = listed.setdefault(folder / file, set())
+        assert tensors is not None
+        tensors.add(name)
+    stray = sorted(present - {path.name for path in listed})
+    if stray:
+        raise CheckpointError(
+            f"{folder} holds {', '.join(stray)}, which {INDEX} does not name: a second copy or a "
+            "leftover; move it away"
+        )
+    missing = sorted({path.name for path in listed} - present)
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {INDEX} names {', '.join(missing)}, which is missing; download it again"
+        )
+    return listed
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text(), object_pairs_hook=_unique)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error!r}") from error
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{index}: weight_map is not a map of tensor names to files")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands there twice")
+    return found
+
+
+def _compare(path: Path, listed: set[str], found: set[str]) -> None:
+    for name in sorted(listed - found):
+        raise CheckpointError(f"{path.name} does not hold {name}, although {INDEX} says so")
+    for name in sorted(found - listed):
+        raise CheckpointError(
+            f"{path.name} holds {name}, which {INDEX} does not list there; the index is stale"
+        )

@@ -1,0 +1,184 @@
+"""Logits of tiny random models equal those of `transformers`, however the tokens are fed.
+
+The bound is 1e-4 on logits with a standard deviation of about 1: both sides compute in float32 and differ only in the
+order of their sums. A wrong window, bias, norm or rotation moves logits by more than 0.1.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bifolio.formats import PrecisionPlan
+from bifolio.kernels.reference import ReferenceOps
+from bifolio.models.families import FAMILIES
+from bifolio.models.loader import Model, load_models
+from bifolio.models.shards import SafetensorsFolder
+from bifolio.spec.hf import read_spec
+from bifolio.testing.forward import PagedRun
+from bifolio.testing.tiny import LLAMA3_ROPE, YARN_ROPE, tiny_config, write_model
+
+BOUND = 1e-4
+L, G = "sliding_attention", "full_attention"
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama"),
+    "llama tied": tiny_config("llama", tie_word_embeddings=True),
+    "llama with biases": tiny_config("llama", attention_bias=True, mlp_bias=True),
+    "llama of one key-value head": tiny_config("llama", num_key_value_heads=1),
+    "llama with wide heads": tiny_config("llama", head_dim=48),
+    "llama with llama3 rope": tiny_config("llama", rope_parameters=LLAMA3_ROPE),
+    "llama with yarn": tiny_config("llama", rope_parameters=YARN_ROPE),
+    "yarn with its attention factor": tiny_config(
+        "llama", rope_parameters=YARN_ROPE | {"attention_factor": 0.8, "truncate": False}
+    ),
+    "yarn with mscale": tiny_config(
+        "llama", rope_parameters=YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}
+    ),
+    "yarn with betas": tiny_config(
+        "qwen3", rope_parameters=YARN_ROPE | {"beta_fast": 8, "beta_slow": 2}
+    ),
+    "qwen2": tiny_config("qwen2"),
+    "qwen2 tied": tiny_config("qwen2", tie_word_embeddings=True),
+    "qwen2 LLLG": tiny_config("qwen2", **SLIDING, layer_types=[L, L, L, G]),
+    "qwen2 GGGG": tiny_config("qwen2", **SLIDING, layer_types=[G, G, G, G]),
+    "qwen2 LLLL": tiny_config("qwen2", **SLIDING, layer_types=[L, L, L, L]),
+    "qwen2 by max_window_layers": tiny_config("qwen2", **SLIDING, max_window_layers=2),
+    "qwen2 window not used": tiny_config("qwen2", sliding_window=8, max_window_layers=0),
+    "qwen3": tiny_config("qwen3"),
+    "qwen3 tied": tiny_config("qwen3", tie_word_embeddings=True, attention_bias=True),
+    "qwen3 LLLG": tiny_config("qwen3", **SLIDING, layer_types=[L, L, L, G]),
+}
+LENGTHS = {"a": 1, "b": 16, "c": 17, "d": 40}
+WINDOWED = ["qwen2 LLLG", "qwen2 GGGG", "qwen2 LLLL", "qwen3 LLLG"]
+
+
+class Pair:
+    """Our model and the judge, from the same files."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        write_model(folder, config, tokenizer=False)
+        spec = read_spec(json.loads((folder / "config.json").read_text()))
+        self.ours: Model = load_models(
+            spec,
+            FAMILIES[spec.architecture](spec),
+            SafetensorsFolder(folder),
+            PrecisionPlan.parse("fp32/fp32"),
+            ReferenceOps(),
+        ).decode
+        self.judge = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    @torch.no_grad()
+    def wanted(self, ids: list[int]) -> torch.Tensor:
+        return self.judge(torch.tensor([ids])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: Pair(folder / name.replace(" ", "-"), c) for name, c in CONFIGS.items()}
+
+
+def random_ids(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 320, (length,), generator=generator).tolist()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_whole_prompt_gives_the_logits_of_transformers(name: str, pairs: dict[str, Pair]) -> None:
+    ids = random_ids(100)
+    ours = PagedRun(pairs[name].ours).step({"a": ids})["a"]
+    wanted = pairs[name].wanted(ids)
+    assert wanted.std() > 0.5, "logits too flat to tell right from wrong"
+    assert distance(ours, wanted) < BOUND
+
+
+@pytest.mark.parametrize("name", ["llama with llama3 rope", "llama with yarn", "qwen3 LLLG"])
+def test_positions_far_beyond_the_original_context_agree_too(
+    name: str, pairs: dict[str, Pair]
+) -> None:
+    ids = random_ids(500)
+    ours = PagedRun(pairs[name].ours).step({"a": ids})["a"]
+    assert distance(ours, pairs[name].wanted(ids)) < BOUND
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("name", ["llama", "qwen2 LLLG", "qwen3"])
+@pytest.mark.parametrize("cuts", [[], [1], [15], [16], [17], [31, 32, 33], [5, 10, 37]])
+def test_chunks_and_single_steps_change_nothing(
+    name: str, cuts: list[int], page_size: int, pairs: dict[str, Pair]
+) -> None:
+    """A prompt of 40 in chunks cut at page borders and beside them, then 8 tokens one by one."""
+    ids = random_ids(48, seed=1)
+    borders = [0, *cuts, 40, *range(41, 49)]
+    run = PagedRun(pairs[name].ours, page_size=page_size)
+    parts = [run.step({"a": ids[a:b]})["a"] for a, b in pairwise(borders)]
+    assert distance(torch.cat(parts), pairs[name].wanted(ids)) < BOUND
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 30])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_of_8_holds_at_its_border(name: str, length: int, pairs: dict[str, Pair]) -> None:
+    ids = random_ids(length, seed=2)
+    pair = pairs[name]
+    run = PagedRun(pair.ours)
+    stepwise = torch.cat([run.step({"a": [i]})["a"] for i in ids])
+    assert distance(stepwise, pair.wanted(ids)) < BOUND
+    other = [ids[0] ^ 1, *ids[1:]]
+    seen = distance(run.step({"b": other})["b"][-1], stepwise[-1])
+    if name == "qwen2 LLLL":  # four layers of 8 look back 4 * 7 positions
+        assert (seen > 0.01) == (length <= 1 + 4 * 7)
+    else:
+        assert seen > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 LLLG", "qwen2 GGGG", "qwen2 LLLL"])
+def test_a_prefix_read_from_shared_pages_gives_the_same_logits(
+    name: str, pairs: dict[str, Pair]
+) -> None:
+    prefix, tails = random_ids(32, seed=3), [random_ids(9, seed=4), random_ids(9, seed=5)]
+    run = PagedRun(pairs[name].ours)
+    run.step({"a": prefix + tails[0]})
+    run.share("a", "b", pages=2)
+    warm = run.step({"b": tails[1]})["b"]
+    assert distance(warm, pairs[name].wanted(prefix + tails[1])[32:]) < BOUND
+
+
+def test_rows_of_a_batch_do_not_see_each_other(pairs: dict[str, Pair]) -> None:
+    pair = pairs["qwen3 LLLG"]
+    prompts = {name: random_ids(length, length) for name, length in LENGTHS.items()}
+    run = PagedRun(pair.ours)
+    first = run.step({name: ids[:-1] or ids for name, ids in prompts.items()})
+    last = run.step({name: ids[-1:] for name, ids in prompts.items() if len(ids) > 1})
+    for name, ids in prompts.items():
+        ours = torch.cat((first[name], last[name])) if name in last else first[name]
+        assert distance(ours, pair.wanted(ids)) < BOUND
+
+
+@pytest.mark.parametrize(("plan", "bound"), [("bf16/bf16", 0.2), ("bf16/fp8:token", 0.6)])
+def test_bf16_weights_and_small_caches_stay_near(
+    plan: str, bound: float, tmp_path: Path, pairs: dict[str, Pair]
+) -> None:
+    """The bounds are three times what was seen; logits have a standard deviation of about 1."""
+    parsed = PrecisionPlan.parse(plan)
+    folder = write_model(tmp_path, CONFIGS["qwen3"], tokenizer=False)
+    spec = read_spec(CONFIGS["qwen3"])
+    ours = load_models(
+        spec, FAMILIES["qwen3"](spec), SafetensorsFolder(folder), parsed, ReferenceOps()
+    ).decode
+    ids = random_ids(100)
+    logits = PagedRun(ours, cache=parsed.decode.cache).step({"a": ids})["a"]
+    assert 0 < distance(logits, pairs["qwen3"].wanted(ids)) < bound
