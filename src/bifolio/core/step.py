@@ -31,6 +31,9 @@ class StepRow:
     prompt_ids: list[int]
     output_ids: list[int]
     """Prompt and tokens generated so far: penalties look at them, the seed at their number."""
+    reused_pages: int = 0
+    """Leading pages of the table that this admission took from the prefix tree and that no step
+    of it has read yet: their seals are verified first. 0 from the second step on."""
 
     @property
     def end(self) -> int:
