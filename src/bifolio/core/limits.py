@@ -1,0 +1,60 @@
+"""What a request may ask for, and what a step may hold."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from bifolio.errors import RequestError
+from bifolio.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of requests and steps: tokens of a request, rows and tokens of a step, queue length.
+
+    `stall_seconds` without a computed token, while work waits, count as a stall.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_step_tokens: int = 2048
+    max_waiting: int = 1024
+    stall_seconds: float = 60.0
+
+    def longest(self, pages: int, page_size: int) -> int:
+        """Most tokens, prompt and answer together, of a request in a pool of so many pages."""
+        return min(self.max_model_len, pages * page_size)
+
+    def read_prompt(self, request: Request, pages: int, page_size: int) -> array[int]:
+        """The prompt's token ids; RequestError if the request can never be served to its end."""
+        prompt, asked = len(request.prompt_ids), request.sampling.max_tokens
+        if prompt == 0:
+            raise RequestError("prompt: it is empty; give at least one token", param="prompt")
+        limit = self.longest(pages, page_size)
+        if prompt + asked > limit:
+            raise self._too_long(prompt, asked, limit, pages, page_size)
+        try:
+            return array("I", request.prompt_ids)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(
+                f"prompt: not a list of token ids: {error}", param="prompt"
+            ) from None
+
+    def _too_long(
+        self, prompt: int, asked: int, limit: int, pages: int, page_size: int
+    ) -> RequestError:
+        why = f"the context length is {limit} tokens"
+        if limit < self.max_model_len:
+            why = f"the KV cache holds {limit} tokens ({pages} pages of {page_size})"
+        if prompt >= limit:
+            text = f"prompt: {prompt} tokens leave no room for an answer, since {why}; shorten it"
+        else:
+            text = (
+                f"max_tokens: {asked} after a prompt of {prompt} tokens is too much, since {why}; "
+                f"ask for at most {limit - prompt}"
+            )
+        if limit < self.max_model_len:
+            text += " or start the server with more cache_memory"
+        param = "prompt" if prompt >= limit else "max_tokens"
+        return RequestError(text, param=param, code="context_length_exceeded")

@@ -1,0 +1,99 @@
+"""Who is admitted next: tenants share by tokens, each tenant's requests are served in order.
+
+Every tenant (cache salt) has an account of the tokens computed for it; the one with the lowest
+account goes first. A clock of virtual time advances with all accounts together, by the tokens
+charged over the number of tenants. A tenant that comes back from having nothing to do starts at
+that clock: it neither saves up a claim while it is away, nor can an endless stream of new tenants
+keep one that waits from its turn, since they start ever later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from bifolio.core.sequence import Sequence
+
+
+class _Tenant:
+    __slots__ = ("account", "members", "waiting")
+
+    def __init__(self, account: float) -> None:
+        self.account = account
+        self.members = 0
+        """Requests waiting or running."""
+        self.waiting: deque[Sequence] = deque()
+
+
+class FairQueue:
+    """Waiting requests of all tenants, and the accounts of those that have any request."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        self._virtual = 0.0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for tenant in self._tenants.values():
+            yield from tenant.waiting
+
+    @property
+    def tenants(self) -> int:
+        """Tenants with a request waiting or running."""
+        return len(self._tenants)
+
+    def join(self, sequence: Sequence) -> None:
+        """A new request waits behind the others of its tenant."""
+        tenant = self._tenants.get(sequence.salt)
+        if tenant is None:
+            tenant = self._tenants[sequence.salt] = _Tenant(self._virtual)
+        elif not tenant.waiting:
+            tenant.account = max(tenant.account, self._virtual)
+        tenant.members += 1
+        tenant.waiting.append(sequence)
+        self._size += 1
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A preempted request waits before the others of its tenant, by arrival."""
+        waiting = self._tenants[sequence.salt].waiting
+        place = 0
+        while place < len(waiting) and waiting[place].arrival < sequence.arrival:
+            place += 1
+        waiting.insert(place, sequence)
+        self._size += 1
+
+    def head(self) -> Sequence | None:
+        """The request to admit next; it stays in line."""
+        waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        if not waiting:
+            return None
+        return min(waiting, key=lambda t: (t.account, t.waiting[0].arrival)).waiting[0]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a request out of the line; its tenant still counts it until `leave`."""
+        self._tenants[sequence.salt].waiting.remove(sequence)
+        self._size -= 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """A request that no longer waits has ended; a tenant without any is forgotten."""
+        tenant = self._tenants[sequence.salt]
+        tenant.members -= 1
+        if not tenant.members:
+            del self._tenants[sequence.salt]
+
+    def charge(self, sequence: Sequence, tokens: int) -> None:
+        """Enter tokens computed for a request in its tenant's account."""
+        self._tenants[sequence.salt].account += tokens
+        self._virtual += tokens / len(self._tenants)
+
+    def check_invariants(self, running: dict[str, int]) -> None:
+        """Assert sizes; `running` counts the running requests of each tenant."""
+        assert self._size == sum(1 for _ in self)
+        for salt, tenant in self._tenants.items():
+            assert tenant.members == len(tenant.waiting) + running.get(salt, 0) > 0
+            arrivals = [sequence.arrival for sequence in tenant.waiting]
+            assert arrivals == sorted(arrivals), "a tenant's requests are out of order"
+        assert set(running) <= set(self._tenants)

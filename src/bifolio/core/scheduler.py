@@ -1,0 +1,458 @@
+"""Decides what the next step computes, under one rule: computed tokens catch up with tokens.
+
+A request that has one token to compute is decoding; one that has more is in prefill, in a chunk of
+it, or resumes after a preemption. None of that is a mode. Rows with one token come first, so that
+long prompts fill what decode leaves of a step instead of holding it up.
+
+    add → waiting → running ⇄ waiting (preempted) → ended
+                  schedule: plan rows, oldest running first; then admit
+                  commit:   apply the results, end what has ended
+
+Memory. A request is admitted when the pool has room for its tokens and for the growth of all that
+run: `reserve` tokens each, or up to their ends if these are nearer. When pages run out regardless,
+the latest arrival is preempted: its pages go to the prefix tree (where its resumption may find
+them), its tokens are computed again later, and the reserve doubles, so that the next admission
+waits longer; it shrinks again with every request that ends. The oldest running request is never
+preempted, so it always reaches its end, and so does, in turn, every other.
+
+At most one step is in flight: `schedule` and `commit` (or `fail`) alternate. Pages freed between
+the two are given out by the next `schedule` at the earliest, when no kernel writes to them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from bifolio.core.cache import CacheManager
+from bifolio.core.limits import Limits
+from bifolio.core.queue import FairQueue
+from bifolio.core.sequence import Sequence
+from bifolio.core.stats import SchedulerStats
+from bifolio.core.step import PageFault, RowResult, Step, StepRow
+from bifolio.errors import OverloadedError, RequestError
+from bifolio.request import ErrorCode, FinishReason, Output, Request
+
+_RESERVE_DECAY = 16
+"""Each request that ends takes one part in so many off the reserve that preemptions added."""
+
+_COUNTERS = (
+    "steps",
+    "computed_tokens",
+    "generated_tokens",
+    "replayed_tokens",
+    "pages_checked",
+    "preemptions",
+    "finished",
+    "aborted",
+    "exhausted",
+    "integrity_faults",
+)
+
+
+class Scheduler:
+    """Requests in, steps out, results in, news out. Not thread-safe, `stalled` and `stats` apart.
+
+    `stop_ids` are the model's end tokens; requests add their own.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        limits: Limits,
+        stop_ids: Iterable[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self._stop_ids = frozenset(stop_ids)
+        self._clock = clock
+        self._seats = min(limits.max_num_seqs, limits.max_step_tokens)
+        self._queue = FairQueue()
+        self._running: dict[str, Sequence] = {}
+        self._waiting: dict[str, Sequence] = {}
+        self._step: Step | None = None
+        self._planned: list[Sequence] = []
+        self._budget = 0
+        self._news: list[Output] = []
+        self._reserve = cache.page_size
+        self._blocked: tuple[Sequence, int] | None = None
+        self._arrivals = 0
+        self._generations = 0
+        self._last_progress = clock()
+        self._last_end = clock()
+        self._end_interval = 1.0
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+
+    # ── requests in ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Most tokens, prompt and answer together, that a request may have at this moment."""
+        return self.limits.longest(self.cache.pool.usable, self.cache.page_size)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would plan a step, or `take_news` has something."""
+        return bool(self._running or self._waiting or self._news)
+
+    def add(self, request: Request) -> None:
+        """Put a request in line. RequestError if it can never run, OverloadedError if not now."""
+        if request.id in self._running or request.id in self._waiting:
+            raise RequestError(f"request id {request.id!r} is already in use", param="request_id")
+        token_ids = self.limits.read_prompt(request, self.cache.pool.usable, self.cache.page_size)
+        if len(self._waiting) >= self.limits.max_waiting:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests wait already; try again later or raise max_waiting",
+                retry_after=self._end_interval,
+            )
+        if not self._running and not self._waiting:
+            self._last_progress = self._clock()
+        stop_ids = frozenset(request.sampling.stop_ids)
+        if not request.sampling.ignore_eos:
+            stop_ids |= self._stop_ids
+        self._arrivals += 1
+        sequence = Sequence(request, token_ids, stop_ids, self._arrivals)
+        self._waiting[request.id] = sequence
+        self._queue.join(sequence)
+
+    def abort(self, request_id: str) -> Output | None:
+        """Forget a request at any moment, in flight too; None if there is none of that id."""
+        sequence = self._running.get(request_id) or self._waiting.get(request_id)
+        if sequence is None:
+            return None
+        self._counts["aborted"] += 1
+        return self._end(sequence, FinishReason.ABORT)
+
+    # ── steps out ────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self) -> Step | None:
+        """Plan the next step; None if nothing waits (look at `take_news` then).
+
+        Rows are valid until the next call: they and the lists in them are used again.
+        """
+        assert self._step is None, "a step is in flight: commit it first"
+        self._budget = self.limits.max_step_tokens
+        self._planned = []
+        before = self._counts["preemptions"]
+        prefill: list[Sequence] = []
+        for sequence in list(self._running.values()):
+            table = sequence.table
+            if table is None:
+                continue
+            if len(sequence.token_ids) - table.computed == 1:
+                self._place(sequence, 1)
+            else:
+                prefill.append(sequence)
+        for sequence in prefill:
+            table = sequence.table
+            if table is not None and self._budget:
+                self._place(sequence, min(self._budget, len(sequence.token_ids) - table.computed))
+        if self._counts["preemptions"] == before:
+            self._admit()
+        else:
+            self._reserve = min(2 * self._reserve, self.limits.max_model_len)
+        rows = [s.row for s in self._planned if s.planned and s.row is not None]
+        if not rows:
+            assert self._news or not self.has_work, f"nothing can be scheduled\n{self.dump()}"
+            return None
+        self._step = Step(rows, self.cache.pool.take_stamps())
+        return self._step
+
+    def _place(self, sequence: Sequence, count: int) -> None:
+        """Plan the next `count` tokens of a running request, at the cost of later arrivals."""
+        table = sequence.table
+        assert table is not None
+        while not self.cache.reserve(table, table.computed + count):
+            if not self._make_room(sequence):
+                return
+        sequence.plan(count)
+        self._planned.append(sequence)
+        self._budget -= count
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt the latest arrival for `sequence`; False if that is `sequence` itself."""
+        victim = max(self._running.values(), key=lambda s: s.arrival)
+        if len(self._running) == 1:
+            self._exhausted(sequence)
+            return False
+        if victim.planned and victim.row is not None:
+            self._budget += len(victim.row.token_ids)
+        self._preempt(victim)
+        return victim is not sequence
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        self._counts["preemptions"] += 1
+        sequence.lost_tokens = sequence.table.computed
+        self._leave_running(sequence)
+        self._waiting[sequence.id] = sequence
+        self._queue.put_back(sequence)
+
+    def _admit(self) -> None:
+        while self._budget and len(self._running) < self._seats:
+            sequence = self._queue.head()
+            if sequence is None or self._still_blocked(sequence):
+                return
+            if not self._admit_one(sequence):
+                return
+
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        """The head did not fit the last time, and no page has come free since."""
+        if self._blocked is None or not self._running:
+            return False
+        blocked, available = self._blocked
+        return sequence is blocked and self.cache.available <= available
+
+    def _admit_one(self, sequence: Sequence) -> bool:
+        """Admit the head of the queue if it fits; it also leaves if it never will."""
+        cache = self.cache
+        table = cache.open(
+            sequence.token_ids, sequence.prompt_len, sequence.salt, sequence.reuse_limit
+        )
+        need = cache.pages_for(len(sequence.token_ids)) - len(table.page_ids)
+        room = cache.available - need
+        if self._running:
+            room -= self._growth(sequence, cache.pages_for(len(sequence.token_ids)))
+            for other in self._running.values():
+                assert other.table is not None
+                room -= self._growth(other, len(other.table.page_ids))
+        if room < 0:
+            cache.release(table)
+            if not self._running:
+                self._exhausted(sequence)
+                return True
+            self._blocked = (sequence, cache.available)
+            return False
+        self._blocked = None
+        self._start(sequence, table.computed)
+        self._generations += 1
+        sequence.admit(table, self._generations)
+        self._place(sequence, min(self._budget, len(sequence.token_ids) - table.computed))
+        return sequence.planned
+
+    def _growth(self, sequence: Sequence, pages: int) -> int:
+        """Pages beyond `pages` that a request needs for its tokens and its next `reserve` ones."""
+        end = min(len(sequence.token_ids) + self._reserve, sequence.max_len)
+        return self.cache.pages_for(end) - pages
+
+    def _start(self, sequence: Sequence, found: int) -> None:
+        """Move a request from waiting to running, `found` of its tokens being cached."""
+        self._queue.remove(sequence)
+        del self._waiting[sequence.id]
+        self._running[sequence.id] = sequence
+        self._queue.charge(sequence, len(sequence.token_ids) - found)
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = found
+            self.cache.query_tokens += sequence.prompt_len
+            self.cache.hit_tokens += found
+        else:
+            self._counts["replayed_tokens"] += max(0, sequence.lost_tokens - found)
+
+    # ── results in ───────────────────────────────────────────────────────────────────────────
+
+    def commit(self, step: Step, results: list[RowResult]) -> list[Output]:
+        """Apply the results of the step in flight, in the order of its rows; returns all news.
+
+        Rows whose request has ended, or has been admitted anew, since `schedule` are dropped.
+        """
+        assert step is self._step, "only the step in flight can be committed"
+        self._step = None
+        computed = 0
+        for row, result in zip(step.rows, results, strict=True):
+            sequence = self._running.get(row.request_id)
+            if sequence is None or sequence.generation != row.generation:
+                continue
+            sequence.planned = False
+            if result.fault is not None:
+                self._fault(sequence, result.fault)
+                continue
+            computed += len(row.token_ids)
+            assert sequence.table is not None
+            self.cache.advance(sequence.table, row.end)
+            sequence.collect(row, result)
+            self._counts["pages_checked"] += result.pages_checked
+            if row.sample:
+                self._append(sequence, row, result)
+        self._counts["steps"] += 1
+        self._counts["computed_tokens"] += computed
+        if computed or not (self._running or self._waiting):
+            self._last_progress = self._clock()
+        return self.take_news()
+
+    def _append(self, sequence: Sequence, row: StepRow, result: RowResult) -> None:
+        """Add a sampled token and apply the rules that end a request."""
+        token = result.token
+        assert token is not None, f"row of {row.request_id} sampled nothing"
+        generated = len(sequence.output_ids)
+        sequence.output_ids.append(token)
+        sequence.token_ids.append(token)
+        sequence.uncharged += 1
+        self._counts["generated_tokens"] += 1
+        output = Output(
+            id=sequence.id,
+            tokens=[token],
+            logprobs=None if result.logprobs is None else [result.logprobs],
+            prompt_logprobs=sequence.take_prompt_logprobs(),
+            cached_tokens=sequence.cached_tokens,
+            pages_checked=sequence.pages_checked,
+        )
+        self._news.append(output)
+        if token in sequence.stop_ids and generated >= sequence.sampling.min_tokens:
+            output.stop_id = token
+            output.finish = FinishReason.STOP
+        elif len(sequence.token_ids) >= sequence.max_len:
+            output.finish = FinishReason.LENGTH
+        else:
+            return
+        self._counts["finished"] += 1
+        self._note_end()
+        self._end(sequence, output.finish)
+
+    def fail(self, step: Step, message: str) -> list[Output]:
+        """The runner could not execute the step in flight: its requests end, the others go on."""
+        assert step is self._step, "only the step in flight can fail"
+        self._step = None
+        for row in step.rows:
+            sequence = self._running.get(row.request_id)
+            if sequence is not None and sequence.generation == row.generation:
+                self._news.append(self._end_with(sequence, ErrorCode.INTERNAL, message))
+        return self.take_news()
+
+    def take_news(self) -> list[Output]:
+        """What `schedule` had to end; call it when that returned None."""
+        news, self._news = self._news, []
+        return news
+
+    def _fault(self, sequence: Sequence, fault: PageFault) -> None:
+        self._counts["integrity_faults"] += 1
+        self.cache.quarantine(fault.page)
+        text = (
+            f"cache page {fault.page} carries tag {fault.found:#x} where this request wrote "
+            f"{fault.expected:#x}; the request was ended before a token of this step was sent, "
+            "the page is out of use; send the request again"
+        )
+        self._news.append(self._end_with(sequence, ErrorCode.CACHE_INTEGRITY, text))
+
+    def _exhausted(self, sequence: Sequence) -> None:
+        """Nobody is left who could make room."""
+        self._counts["exhausted"] += 1
+        pool = self.cache.pool
+        text = (
+            f"the KV cache has {pool.usable} usable pages of {self.cache.page_size} tokens "
+            f"({pool.quarantined} quarantined), too few for the {len(sequence.token_ids)} tokens "
+            "of this request; shorten it or raise cache_memory"
+        )
+        self._news.append(self._end_with(sequence, ErrorCode.CACHE_EXHAUSTED, text))
+
+    def _end_with(self, sequence: Sequence, code: ErrorCode, text: str) -> Output:
+        output = self._end(sequence, FinishReason.ERROR)
+        output.error = text
+        output.error_code = code
+        return output
+
+    def _end(self, sequence: Sequence, finish: FinishReason) -> Output:
+        """Free all that a request holds, whether it runs or waits."""
+        if sequence.table is not None:
+            self._leave_running(sequence)
+        else:
+            self._queue.remove(sequence)
+            del self._waiting[sequence.id]
+        self._queue.leave(sequence)
+        if self._blocked is not None and self._blocked[0] is sequence:
+            self._blocked = None
+        return Output(
+            id=sequence.id,
+            finish=finish,
+            cached_tokens=max(0, sequence.cached_tokens),
+            pages_checked=sequence.pages_checked,
+        )
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        self.cache.release(sequence.table)
+        sequence.suspend()
+        del self._running[sequence.id]
+        self._queue.charge(sequence, sequence.uncharged)
+        sequence.uncharged = 0
+
+    def _note_end(self) -> None:
+        """A request came to its end: memory is less tight, and the pace of ends is known better."""
+        excess = self._reserve - self.cache.page_size
+        self._reserve -= -(-excess // _RESERVE_DECAY)
+        now = self._clock()
+        interval = min(max(now - self._last_end, 0.0), 60.0)
+        self._end_interval = max(1.0, 0.8 * self._end_interval + 0.2 * interval)
+        self._last_end = now
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────
+
+    def change_writers(self, prefill_writer: int, decode_writer: int) -> None:
+        """The weights have changed: nothing cached is valid, running requests start over."""
+        assert self._step is None, "weights change between steps"
+        for sequence in list(self._running.values()):
+            self._preempt(sequence)
+        for sequence in self._waiting.values():
+            sequence.forget_logprobs()
+        self.cache.change_writers(prefill_writer, decode_writer)
+
+    # ── watching ─────────────────────────────────────────────────────────────────────────────
+
+    def stalled(self) -> str | None:
+        """A dump of the state if work has waited too long without a token computed, else None."""
+        waited = self._clock() - self._last_progress
+        if not (self._running or self._waiting) or waited < self.limits.stall_seconds:
+            return None
+        return f"no token was computed for {waited:.1f} s\n{self.dump()}"
+
+    def dump(self) -> str:
+        """State as text, for a person who wonders why nothing moves."""
+        lines = [f"{self.stats()}", f"step in flight: {self._step is not None}"]
+        for sequence in list(self._running.values()):
+            table = sequence.table
+            done = (table.computed, len(table.page_ids)) if table else (0, 0)
+            lines.append(
+                f"running {sequence.id}: {done[0]} of {len(sequence.token_ids)} tokens computed, "
+                f"at most {sequence.max_len}, {done[1]} pages, generation {sequence.generation}"
+            )
+        waiting = list(self._waiting.values())[:20]
+        lines += [
+            f"waiting {sequence.id}: {len(sequence.token_ids)} tokens" for sequence in waiting
+        ]
+        return "\n".join(lines)
+
+    def stats(self) -> SchedulerStats:
+        cache, pool = self.cache, self.cache.pool
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            tenants=self._queue.tenants,
+            pages=pool.num_pages,
+            free_pages=pool.free,
+            cached_pages=pool.cached,
+            live_pages=pool.live,
+            quarantined_pages=pool.quarantined,
+            reserve_tokens=self._reserve,
+            query_tokens=cache.query_tokens,
+            hit_tokens=cache.hit_tokens,
+            evictions=cache.tree.evictions,
+            **self._counts,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that requests, queue, page tables, pool and tree agree. Any moment will do."""
+        assert not set(self._running) & set(self._waiting), "a request runs and waits"
+        assert {s.id for s in self._queue} == set(self._waiting), "queue and index differ"
+        tenants: dict[str, int] = {}
+        for sequence in self._running.values():
+            tenants[sequence.salt] = tenants.get(sequence.salt, 0) + 1
+            assert sequence.table is not None and sequence.row is not None
+            assert sequence.table.computed < len(sequence.token_ids) < sequence.max_len + 1
+            prompt_and_output = [*sequence.request.prompt_ids, *sequence.output_ids]
+            assert sequence.token_ids.tolist() == prompt_and_output
+        for sequence in self._waiting.values():
+            assert sequence.table is None and sequence.row is None
+        assert len(self._running) <= self._seats
+        self._queue.check_invariants(tenants)
+        tables = [s.table for s in self._running.values() if s.table is not None]
+        self.cache.check_invariants(tables)

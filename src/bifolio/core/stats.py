@@ -1,0 +1,38 @@
+"""A snapshot of the scheduler, for metrics, readiness and reports."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges first, then counters since the start. Tokens and pages; the four page states add up.
+
+    `query_tokens` are the prompt tokens of requests admitted for the first time, `hit_tokens`
+    those of them that came from the prefix tree. `replayed_tokens` were computed a second time
+    because of a preemption. `reserve_tokens` is the growth that each running request is given
+    room for before another is admitted.
+    """
+
+    running: int
+    waiting: int
+    tenants: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    live_pages: int
+    quarantined_pages: int
+    reserve_tokens: int
+    steps: int
+    computed_tokens: int
+    generated_tokens: int
+    query_tokens: int
+    hit_tokens: int
+    replayed_tokens: int
+    pages_checked: int
+    preemptions: int
+    evictions: int
+    finished: int
+    aborted: int
+    exhausted: int
+    integrity_faults: int

@@ -1,0 +1,54 @@
+"""Whatever the scheduler does to a request, its answer is that of an undisturbed engine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bifolio.core import Limits
+from bifolio.request import FinishReason, Request, SamplingParams
+from bifolio.testing.rig import Rig
+from bifolio.testing.scripted import ScriptedModel
+
+
+def mixed_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
+    """Requests of two tenants that share beginnings, with every end rule among them."""
+    bases = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
+    requests = []
+    for i in range(count):
+        tail = [rng.randrange(50) for _ in range(rng.randrange(3))]
+        prompt = rng.choice(bases)[: rng.randrange(1, 28)] + tail
+        sampling = SamplingParams(
+            max_tokens=rng.randrange(1, longest - len(prompt) + 1),
+            ignore_eos=rng.random() < 0.5,
+            seed=rng.randrange(3),
+            logprobs=rng.choice([None, 1]),
+            prompt_logprobs=rng.choice([None, None, 2]),
+        )
+        salt = rng.choice("ab")
+        requests.append(Request(id=str(i), prompt_ids=prompt, cache_salt=salt, sampling=sampling))
+    return requests
+
+
+@pytest.mark.parametrize("decode_writer", [1, 2], ids=["one-writer", "two-writers"])
+@pytest.mark.parametrize("pages", [12, 20, 64])
+@pytest.mark.parametrize("step_tokens", [6, 16, 64])
+def test_answers_do_not_depend_on_pool_chunks_or_neighbours(
+    pages: int, step_tokens: int, decode_writer: int
+) -> None:
+    model = ScriptedModel(vocab=50, decode_writer=decode_writer, stop_ids=frozenset([7]))
+    limits = Limits(max_model_len=48, max_num_seqs=6, max_step_tokens=step_tokens)
+    rig = Rig(pages=pages, page_size=4, model=model, limits=limits)
+    requests = mixed_requests(random.Random(pages * step_tokens + decode_writer), 20, 48)
+    for request, answer in zip(requests, rig.run(*requests), strict=True):
+        assert answer.tokens == model.expected_answer(request)
+        stopped = answer.tokens[-1] == 7 and not request.sampling.ignore_eos
+        assert answer.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert answer.stop_id == (7 if stopped else None)
+        assert len(answer.logprobs) == (len(answer.tokens) if request.sampling.logprobs else 0)
+        if request.sampling.prompt_logprobs is not None:
+            assert answer.prompt_logprobs == model.expected_prompt_logprobs(request)
+    rig.check_idle()
+    assert rig.scheduler.stats().finished == 20
+    assert pages > 12 or rig.scheduler.stats().preemptions, "the pool was meant to be too small"
