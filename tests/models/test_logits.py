@@ -1,7 +1,8 @@
 """Logits of tiny random models equal those of `transformers`, however the tokens are fed.
 
-The bound is 1e-4 on logits with a standard deviation of about 1: both sides compute in float32 and differ only in the
-order of their sums. A wrong window, bias, norm or rotation moves logits by more than 0.1.
+The bound is 1e-4 on logits with a standard deviation of about 1: both sides compute in float32 and
+differ only in the order of their sums. A wrong window, bias, norm or rotation moves logits by more
+than 0.1.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def test_rows_of_a_batch_do_not_see_each_other(pairs: dict[str, Pair]) -> None:
         assert distance(ours, pair.wanted(ids)) < BOUND
 
 
-@pytest.mark.parametrize(("plan", "bound"), [("bf16/bf16", 0.2), ("bf16/fp8:token", 0.6)])
+@pytest.mark.parametrize(("plan", "bound"), [("bf16/bf16", 0.12), ("bf16/fp8:token", 0.4)])
 def test_bf16_weights_and_small_caches_stay_near(
     plan: str, bound: float, tmp_path: Path, pairs: dict[str, Pair]
 ) -> None:

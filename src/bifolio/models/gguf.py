@@ -1,0 +1,187 @@
+"""GGUF files, version 2 and 3: metadata and tensors, every read checked against the file's size.
+
+A file is: magic, version, number of tensors, number of metadata entries; the entries (key, type,
+value); the tensors (name, dimensions with the innermost first, type, offset); padding; data.
+Everything is little-endian. The data stays in the file and is mapped when a tensor is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.models.gguf_blocks import BLOCKS, TYPE_NAMES
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MAX_DIMS = 4
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?"}
+_SCALARS |= {10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """Where a tensor lies. `shape` has the outermost dimension first, as torch counts."""
+
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    nbytes: int
+
+
+class GGUFFile:
+    """A GGUF file. CheckpointError names the file and what is wrong with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                # A private mapping: torch wants writable memory, and nobody writes.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        reader = _Reader(self._map, path)
+        tensor_count, entry_count = reader.head()
+        self.metadata: dict[str, Any] = reader.entries(entry_count)
+        self.tensors: dict[str, GGUFTensor] = reader.tensors(tensor_count, self._alignment())
+
+    def raw(self, name: str) -> Tensor:
+        """The bytes of a tensor, mapped: uint8 [nbytes]. Not to be written to."""
+        tensor = self.tensors[name]
+        return torch.frombuffer(
+            self._map, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset
+        )
+
+    def _alignment(self) -> int:
+        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise CheckpointError(f"{self.path}: general.alignment {alignment} is no power of two")
+        return alignment
+
+
+class _Reader:
+    """A cursor that never leaves the file."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._at = 0
+
+    def head(self) -> tuple[int, int]:
+        """Numbers of tensors and of metadata entries."""
+        if self._take(4) != _MAGIC:
+            raise self._damaged("it does not begin with GGUF")
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            raise UnsupportedError(
+                f"{self._path}: GGUF version {version} cannot be read, versions 2 and 3 "
+                "(little-endian) can"
+            )
+        return self._number("<Q"), self._number("<Q")
+
+    def entries(self, count: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            key = self._string()
+            if key in found:
+                raise self._damaged(f"metadata key {key} stands there twice")
+            found[key] = self._value(self._number("<I"))
+        return found
+
+    def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
+        found: dict[str, GGUFTensor] = {}
+        for _ in range(count):
+            name = self._string()
+            if name in found:
+                raise self._damaged(f"tensor {name} stands there twice")
+            found[name] = self._tensor(name)
+        start = -(-self._at // alignment) * alignment
+        placed = {}
+        for name, tensor in found.items():
+            begin = start + tensor.offset
+            if tensor.offset % alignment or begin + tensor.nbytes > len(self._data):
+                raise self._damaged(
+                    f"tensor {name} reaches from byte {begin} to {begin + tensor.nbytes}, the file "
+                    f"has {len(self._data)}; download it again"
+                )
+            placed[name] = GGUFTensor(tensor.shape, tensor.type, begin, tensor.nbytes)
+        self._refuse_overlap(placed)
+        return placed
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        dims = self._number("<I")
+        if not 1 <= dims <= _MAX_DIMS:
+            raise self._damaged(f"tensor {name} has {dims} dimensions")
+        shape = tuple(self._number("<Q") for _ in range(dims))[::-1]
+        kind, offset = self._number("<I"), self._number("<Q")
+        block = BLOCKS.get(kind)
+        if block is None:
+            raise UnsupportedError(
+                f"{self._path}: tensor {name} has type {TYPE_NAMES.get(kind, kind)}, which cannot "
+                f"be read; types: {', '.join(TYPE_NAMES[known] for known in BLOCKS)}"
+            )
+        numbers = 1
+        for side in shape:
+            numbers *= side
+        if numbers == 0 or shape[-1] % block.numbers:
+            raise self._damaged(
+                f"tensor {name} of shape {list(shape)} does not fit blocks of {block.numbers}"
+            )
+        return GGUFTensor(shape, kind, offset, numbers // block.numbers * block.nbytes)
+
+    def _refuse_overlap(self, tensors: dict[str, GGUFTensor]) -> None:
+        end, before = 0, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+            if tensor.offset < end:
+                raise self._damaged(f"tensors {before} and {name} overlap")
+            end, before = tensor.offset + tensor.nbytes, name
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._number(self._scalar(kind))
+        item, count = self._number("<I"), self._number("<Q")
+        if item == _STRING:
+            return [self._string() for _ in range(count)]
+        if item == _ARRAY:
+            return [self._value(_ARRAY) for _ in range(count)]
+        code = self._scalar(item)
+        values = self._take(struct.calcsize(code) * count)
+        return list(struct.unpack(f"<{count}{code[1]}", values))
+
+    def _scalar(self, kind: int) -> str:
+        code = _SCALARS.get(kind)
+        if code is None:
+            raise self._damaged(f"unknown metadata type {kind} at byte {self._at}")
+        return code
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(code, self._take(struct.calcsize(code)))[0]
+
+    def _string(self) -> str:
+        try:
+            return self._take(self._number("<Q")).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"a text before byte {self._at} is not UTF-8") from error
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if end > len(self._data):
+            raise self._damaged(f"it ends within its header, at byte {len(self._data)}")
+        part = self._data[self._at : end]
+        self._at = end
+        return part
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is damaged: {what}")
