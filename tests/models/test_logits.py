@@ -7,7 +7,6 @@ than 0.1.
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels.reference import ReferenceOps
-from bifolio.models.families import FAMILIES
 from bifolio.models.loader import Model, load_models
-from bifolio.models.shards import SafetensorsFolder
-from bifolio.spec.hf import read_spec
+from bifolio.models.source import resolve_source
 from bifolio.testing.forward import PagedRun
 from bifolio.testing.tiny import LLAMA3_ROPE, YARN_ROPE, tiny_config, write_model
 
@@ -66,14 +63,9 @@ class Pair:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         write_model(folder, config, tokenizer=False)
-        spec = read_spec(json.loads((folder / "config.json").read_text()))
-        self.ours: Model = load_models(
-            spec,
-            FAMILIES[spec.architecture](spec),
-            SafetensorsFolder(folder),
-            PrecisionPlan.parse("fp32/fp32"),
-            ReferenceOps(),
-        ).decode
+        source = resolve_source(str(folder))
+        plan = PrecisionPlan.parse("fp32/fp32")
+        self.ours: Model = load_models(source, plan, ReferenceOps()).decode
         self.judge = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -176,10 +168,7 @@ def test_bf16_weights_and_small_caches_stay_near(
     """The bounds are three times what was seen; logits have a standard deviation of about 1."""
     parsed = PrecisionPlan.parse(plan)
     folder = write_model(tmp_path, CONFIGS["qwen3"], tokenizer=False)
-    spec = read_spec(CONFIGS["qwen3"])
-    ours = load_models(
-        spec, FAMILIES["qwen3"](spec), SafetensorsFolder(folder), parsed, ReferenceOps()
-    ).decode
+    ours = load_models(resolve_source(str(folder)), parsed, ReferenceOps()).decode
     ids = random_ids(100)
     logits = PagedRun(ours, cache=parsed.decode.cache).step({"a": ids})["a"]
     assert 0 < distance(logits, pairs["qwen3"].wanted(ids)) < bound

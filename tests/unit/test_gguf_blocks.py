@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bifolio.kernels.decode import decode
-from bifolio.models.gguf_blocks import BLOCKS, TYPE_NAMES, read_matrix, read_values
+from bifolio.models.gguf import TYPES
+from bifolio.models.gguf_blocks import read_matrix, read_values
 
 N, K = 6, 512
 
@@ -19,8 +20,8 @@ HALVES |= {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 
 def random_bytes(kind: int) -> torch.Tensor:
     rng = np.random.default_rng(kind)
-    block = BLOCKS[kind]
-    name = TYPE_NAMES[kind]
+    block = TYPES[kind]
+    name = TYPES[kind].name
     if name in ("F32", "F16", "BF16"):
         values = torch.from_numpy(rng.standard_normal(N * K).astype(np.float32))
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
@@ -40,7 +41,7 @@ def judged(raw: torch.Tensor, kind: int) -> np.ndarray:
     return gguf.dequantize(shaped, kind).astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: TYPE_NAMES[kind])
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: TYPES[kind].name)
 def test_values_equal_those_of_the_gguf_package(kind: int) -> None:
     raw = random_bytes(kind)
     ours = read_values(raw, kind).view(N, K)
@@ -48,17 +49,17 @@ def test_values_equal_those_of_the_gguf_package(kind: int) -> None:
     assert np.array_equal(ours.numpy(), judged(raw, kind))
 
 
-@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: TYPE_NAMES[kind])
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: TYPES[kind].name)
 def test_a_matrix_means_the_same_numbers_in_the_format_it_is_kept_in(kind: int) -> None:
     raw = random_bytes(kind)
     matrix = read_matrix(raw, kind, N, K)
     kept = {"Q4_0": "int4:g32", "Q4_1": "int4:g32:z", "Q8_0": "int8:g32", "BF16": "bf16"}
-    assert str(matrix.format) == kept.get(TYPE_NAMES[kind], "fp32")
+    assert str(matrix.format) == kept.get(TYPES[kind].name, "fp32")
     assert np.array_equal(decode(matrix).numpy(), judged(raw, kind))
 
 
-@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: TYPE_NAMES[kind])
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: TYPES[kind].name)
 def test_sizes_of_blocks_are_those_of_the_gguf_package(kind: int) -> None:
-    assert gguf.GGMLQuantizationType(kind).name == TYPE_NAMES[kind]
-    block = BLOCKS[kind]
+    assert gguf.GGMLQuantizationType(kind).name == TYPES[kind].name
+    block = TYPES[kind]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)] == (block.numbers, block.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from bifolio.kernels.tensor import QuantTensor
 from bifolio.models.tensors import ModelTensors
 
 _NAMES_SHOWN = 4
+_SAMPLE = 2048
 
 
 class Checkpoint(Protocol):
@@ -29,6 +31,23 @@ class Checkpoint(Protocol):
     def vector(self, name: str) -> Tensor:
         """A tensor [n] as float32."""
         ...
+
+    def raw(self, name: str) -> Tensor:
+        """The stored bytes, mapped, not copied: uint8, flat. Not to be written to."""
+        ...
+
+
+def identity(checkpoint: Checkpoint) -> str:
+    """Hex digest that tells weights apart: of names, shapes and sizes, and of three samples of
+    each tensor's bytes. It names a model; it does not prove that every byte is right.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(checkpoint.shapes):
+        raw = checkpoint.raw(name)
+        digest.update(f"{name}|{checkpoint.shapes[name]}|{raw.numel()}|".encode())
+        for start in (0, raw.numel() // 2, max(0, raw.numel() - _SAMPLE)):
+            digest.update(raw[start : start + _SAMPLE].numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:

@@ -13,20 +13,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.models.gguf_blocks import BLOCKS, TYPE_NAMES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_DIMS = 4
 
+_UNREAD = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+_UNREAD |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32"}
+_UNREAD |= {27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?"}
 _SCALARS |= {10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFType:
+    """How numbers are stored: in blocks of `numbers` values and `nbytes` bytes."""
+
+    name: str
+    numbers: int
+    nbytes: int
+
+
+TYPES = {
+    0: GGUFType("F32", 1, 4),
+    1: GGUFType("F16", 1, 2),
+    2: GGUFType("Q4_0", 32, 18),
+    3: GGUFType("Q4_1", 32, 20),
+    6: GGUFType("Q5_0", 32, 22),
+    7: GGUFType("Q5_1", 32, 24),
+    8: GGUFType("Q8_0", 32, 34),
+    10: GGUFType("Q2_K", 256, 84),
+    11: GGUFType("Q3_K", 256, 110),
+    12: GGUFType("Q4_K", 256, 144),
+    13: GGUFType("Q5_K", 256, 176),
+    14: GGUFType("Q6_K", 256, 210),
+    30: GGUFType("BF16", 1, 2),
+}
+"""Types that can be read, by their number in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +73,7 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                # A private mapping: torch wants writable memory, and nobody writes.
+                # A private mapping: torch wants writable memory, though nobody writes to it.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise CheckpointError(f"cannot read {path}: {error}") from error
@@ -55,12 +82,10 @@ class GGUFFile:
         self.metadata: dict[str, Any] = reader.entries(entry_count)
         self.tensors: dict[str, GGUFTensor] = reader.tensors(tensor_count, self._alignment())
 
-    def raw(self, name: str) -> Tensor:
-        """The bytes of a tensor, mapped: uint8 [nbytes]. Not to be written to."""
+    def raw(self, name: str) -> memoryview:
+        """The bytes of a tensor, mapped, not copied. Not to be written to."""
         tensor = self.tensors[name]
-        return torch.frombuffer(
-            self._map, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset
-        )
+        return memoryview(self._map)[tensor.offset : tensor.offset + tensor.nbytes]
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
@@ -124,11 +149,11 @@ class _Reader:
             raise self._damaged(f"tensor {name} has {dims} dimensions")
         shape = tuple(self._number("<Q") for _ in range(dims))[::-1]
         kind, offset = self._number("<I"), self._number("<Q")
-        block = BLOCKS.get(kind)
+        block = TYPES.get(kind)
         if block is None:
             raise UnsupportedError(
-                f"{self._path}: tensor {name} has type {TYPE_NAMES.get(kind, kind)}, which cannot "
-                f"be read; types: {', '.join(TYPE_NAMES[known] for known in BLOCKS)}"
+                f"{self._path}: tensor {name} has type {_UNREAD.get(kind, kind)}, which cannot be "
+                f"read; types: {', '.join(known.name for known in TYPES.values())}"
             )
         numbers = 1
         for side in shape:

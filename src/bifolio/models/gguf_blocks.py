@@ -7,39 +7,24 @@ A row is cut in blocks of `numbers` values that share scales; blocks are given a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bifolio.formats import BF16, FP32, WeightFormat
 from bifolio.kernels.tensor import QuantTensor
-
-TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
-TYPE_NAMES |= {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
-TYPE_NAMES |= {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
-TYPE_NAMES |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
-TYPE_NAMES |= {29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+from bifolio.models.gguf import TYPES
 
 _INT4, _INT4_Z = WeightFormat.parse("int4:g32"), WeightFormat.parse("int4:g32:z")
 _INT8 = WeightFormat.parse("int8:g32")
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A type: values per block, bytes per block, and its numbers as float32 [blocks, numbers]."""
-
-    numbers: int
-    nbytes: int
-    values: Callable[[Tensor], Tensor]
-
-
 def read_matrix(raw: Tensor, kind: int, n: int, k: int) -> QuantTensor:
     """An [n, k] matrix from its bytes: Q4_0, Q4_1, Q8_0 and bf16 bit for bit, others as fp32."""
-    name = TYPE_NAMES[kind]
+    name = TYPES[kind].name
     if name == "BF16":
         return QuantTensor(BF16, n, k, raw.view(torch.bfloat16).view(n, k).clone())
-    blocks = raw.view(-1, BLOCKS[kind].nbytes)
+    blocks = raw.view(-1, TYPES[kind].nbytes)
     match name:
         case "Q4_0":
             codes = _pairs_by_half_to_neighbours(blocks[:, 2:]).reshape(n, k // 2)
@@ -57,8 +42,7 @@ def read_matrix(raw: Tensor, kind: int, n: int, k: int) -> QuantTensor:
 
 def read_values(raw: Tensor, kind: int) -> Tensor:
     """The numbers of a tensor of any type: float32, flat."""
-    block = BLOCKS[kind]
-    return block.values(raw.view(-1, block.nbytes)).reshape(-1)
+    return _VALUES[TYPES[kind].name](raw.view(-1, TYPES[kind].nbytes)).reshape(-1)
 
 
 def _pairs_by_half_to_neighbours(packed: Tensor) -> Tensor:
@@ -194,19 +178,19 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (steps[..., None] * codes.view(-1, 16, 16)).flatten(1)
 
 
-BLOCKS = {
-    0: Block(1, 4, _f32),
-    1: Block(1, 2, _f16),
-    2: Block(32, 18, _q4_0),
-    3: Block(32, 20, _q4_1),
-    6: Block(32, 22, _q5_0),
-    7: Block(32, 24, _q5_1),
-    8: Block(32, 34, _q8_0),
-    10: Block(256, 84, _q2_k),
-    11: Block(256, 110, _q3_k),
-    12: Block(256, 144, _q4_k),
-    13: Block(256, 176, _q5_k),
-    14: Block(256, 210, _q6_k),
-    30: Block(1, 2, _bf16),
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
-"""Block types that can be read, by their number in the file."""
+"""The numbers of blocks of each type: float32 [blocks, numbers]."""

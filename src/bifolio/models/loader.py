@@ -16,8 +16,12 @@ from bifolio.layers.attention import Attention
 from bifolio.layers.decoder import Decoder, DecoderLayer
 from bifolio.layers.mlp import GatedMLP
 from bifolio.layers.rope import rope_table
-from bifolio.models.checkpoint import Checkpoint, check_tensors
+from bifolio.models.checkpoint import Checkpoint, check_tensors, identity
+from bifolio.models.families import FAMILIES
+from bifolio.models.gguf_model import GGUFCheckpoint
 from bifolio.models.precision import as_stored, convert, stack
+from bifolio.models.shards import SafetensorsFolder
+from bifolio.models.source import ModelSource
 from bifolio.models.tensors import Gain, LayerTensors, Matrix, ModelTensors
 from bifolio.spec import ModelSpec
 
@@ -45,6 +49,8 @@ class LoadedModels:
     spec: ModelSpec
     prefill: Model
     decode: Model
+    identity: str
+    """Digest that tells these weights from others, whatever formats they are kept in."""
     nbytes: int
     """Bytes of all weights, each counted once."""
 
@@ -53,9 +59,7 @@ class LoadedModels:
 
 
 def load_models(
-    spec: ModelSpec,
-    tensors: ModelTensors,
-    checkpoint: Checkpoint,
+    source: ModelSource,
     plan: PrecisionPlan,
     ops: Ops,
     *,
@@ -69,6 +73,8 @@ def load_models(
     gives the format for `weights=auto`, from the stored one. CheckpointError names tensors that
     are missing, left over or misshapen; UnsupportedError a format that `ops` has no kernel for.
     """
+    spec = source.spec
+    tensors, checkpoint = FAMILIES[spec.architecture](spec), _open(source)
     check_tensors(tensors, checkpoint)
     phases = list(dict.fromkeys(_weights_only(side) for side in (plan.prefill, plan.decode)))
     reader = _Reader(checkpoint, ops, auto, progress, len(list(tensors.all())) * len(phases))
@@ -81,7 +87,16 @@ def load_models(
         spec=spec,
         prefill=models[_weights_only(plan.prefill)],
         decode=models[_weights_only(plan.decode)],
+        identity=identity(checkpoint),
         nbytes=reader.nbytes + cos_sin.nbytes,
+    )
+
+
+def _open(source: ModelSource) -> Checkpoint:
+    return (
+        GGUFCheckpoint(source.gguf, source.spec)
+        if source.is_gguf
+        else SafetensorsFolder(source.path)
     )
 
 

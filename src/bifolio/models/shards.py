@@ -31,7 +31,6 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
-        self.shapes: Mapping[str, tuple[int, ...]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for path, listed in _listed_files(folder).items():
             found = _header(path)
@@ -41,22 +40,25 @@ class SafetensorsFolder:
                 assert name not in shapes, "the index maps a name to one file"
                 shapes[name] = shape
                 self._file_of[name] = path
-        self.shapes = shapes
+        self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def matrix(self, name: str) -> QuantTensor:
-        codes = self._read(name)
+        codes = self._mapped(name).clone()  # else it would keep the file mapped
         n, k = codes.shape
         if codes.dtype is torch.bfloat16:
             return QuantTensor(BF16, n, k, codes)
         return QuantTensor(FP32, n, k, codes.to(torch.float32))
 
     def vector(self, name: str) -> Tensor:
-        return self._read(name).to(torch.float32)
+        return self._mapped(name).to(torch.float32, copy=True)
 
-    def _read(self, name: str) -> Tensor:
+    def raw(self, name: str) -> Tensor:
+        return self._mapped(name).flatten().view(torch.uint8)
+
+    def _mapped(self, name: str) -> Tensor:
         with _opened(self._file_of[name]) as file:
             tensor: Tensor = file.get_tensor(name)
-            return tensor.clone()  # else it would keep the file mapped
+            return tensor
 
 
 @contextmanager

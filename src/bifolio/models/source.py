@@ -1,0 +1,163 @@
+"""Where a model comes from: a folder, a GGUF file, a Hugging Face id or a built-in name.
+
+No torch here, so that a process that only handles text can use it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bifolio.errors import CheckpointError, ConfigError
+from bifolio.models.builtin import BUILTIN, fetch_builtin
+from bifolio.models.gguf import GGUFFile
+from bifolio.models.gguf_spec import gguf_spec
+from bifolio.spec import ModelSpec
+from bifolio.spec.hf import read_spec
+
+Tell = Callable[[str], None]
+"""Called with a line of text when something that takes long begins."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?(@[\w./-]+)?")
+_HUB_FILES = [
+    "*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "model*.safetensors",
+]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on this disk. `path` is a folder in the Hugging Face layout, or a GGUF file."""
+
+    name: str
+    """As the user spelled it."""
+    path: Path
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.is_file()
+
+    @cached_property
+    def gguf(self) -> GGUFFile:
+        """The opened GGUF file; its metadata holds tokenizer and chat template."""
+        assert self.is_gguf
+        return GGUFFile(self.path)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return _read_object(self.path / "config.json", required=True)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        return _read_object(self.path / "generation_config.json")
+
+    @cached_property
+    def tokenizer_config(self) -> dict[str, Any]:
+        return _read_object(self.path / "tokenizer_config.json")
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The shape of the model. `stop_ids` is the union of the end tokens in all its files.
+
+        CheckpointError and UnsupportedError name file and key.
+        """
+        if self.is_gguf:
+            return gguf_spec(self.gguf)
+        spec = read_spec(self.config, self.generation_config)
+        return replace(spec, stop_ids=tuple(dict.fromkeys((*spec.stop_ids, *self._end_token))))
+
+    @property
+    def _end_token(self) -> tuple[int, ...]:
+        """The id of the `eos_token` that tokenizer_config.json names by its text."""
+        token = self.tokenizer_config.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            return ()
+        declared = self.tokenizer_config.get("added_tokens_decoder") or {}
+        for key, entry in declared.items():
+            if entry.get("content") == text:
+                return (int(key),)
+        added = _read_object(self.path / "tokenizer.json").get("added_tokens") or []
+        return tuple(entry["id"] for entry in added if entry.get("content") == text)
+
+
+def resolve_source(name: str, tell: Tell = lambda _line: None) -> ModelSource:
+    """Find a model, and fetch it into a cache if need be.
+
+    `name` is a folder, a .gguf file, `owner/model` or `owner/model/file.gguf` on the Hugging Face
+    hub (`@revision` may follow), or a built-in name. ConfigError says what to do instead.
+    HF_HUB_OFFLINE=1 keeps to what is cached.
+    """
+    path = Path(name).expanduser()
+    if name in BUILTIN:
+        return ModelSource(name, fetch_builtin(name, tell))
+    if path.is_dir():
+        return ModelSource(name, path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"{name} is a file, but no .gguf; give a folder or a .gguf file")
+        return ModelSource(name, path)
+    if _HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
+        return ModelSource(name, _fetch_from_hub(name, tell))
+    raise ConfigError(
+        f"there is no model {name!r}; give a folder, a .gguf file, a Hugging Face id "
+        f"(owner/model) or a built-in name ({', '.join(BUILTIN)})"
+    )
+
+
+def _read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if required:
+            raise CheckpointError(f"{path.parent} holds no {path.name}") from error
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found
+
+
+def _fetch_from_hub(name: str, tell: Tell) -> Path:
+    """Download (or find in the cache) a snapshot or one GGUF file of a Hugging Face repository."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    repository, _, revision = name.partition("@")
+    owner, model, *inside = repository.split("/", 2)
+    tell(f"looking for {name} on the Hugging Face hub and in its cache")
+    try:
+        if inside:
+            file = hf_hub_download(f"{owner}/{model}", inside[0], revision=revision or None)
+            return Path(file)
+        return Path(
+            snapshot_download(
+                f"{owner}/{model}", revision=revision or None, allow_patterns=_HUB_FILES
+            )
+        )
+    except GatedRepoError as error:
+        cure = "accept its terms on the hub and set HF_TOKEN"
+        raise ConfigError(f"{name} is gated; {cure}") from error
+    except RepositoryNotFoundError as error:
+        cure = "check the spelling, or set HF_TOKEN if it is private"
+        raise ConfigError(f"the Hugging Face hub has no {name}; {cure}") from error
+    except LocalEntryNotFoundError as error:
+        cure = "the hub cannot be reached (or HF_HUB_OFFLINE is set) and the cache lacks it"
+        raise ConfigError(f"cannot get {name}: {cure}; give a folder or a .gguf file") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"cannot get {name} from the Hugging Face hub: {first}") from error
