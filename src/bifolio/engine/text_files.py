@@ -1,0 +1,161 @@
+"""Finds a model's tokenizer and chat template: side files of a checkpoint, or GGUF metadata.
+
+The template comes from the first of: the caller (`--chat-template`), `chat_template.jinja`,
+`chat_template.json`, `tokenizer_config.json`; or from the GGUF file. It is compiled and tried at
+the start, not at the first request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from bifolio.engine.chat_template import ChatTemplate, TemplateSource
+from bifolio.engine.tokenizer import Tokenizer
+from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
+from bifolio.errors import CheckpointError, ConfigError
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """What turns messages into token ids and token ids into text."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def load_text_side(source: Path | Mapping[str, Any], chat_template: str = "") -> TextSide:
+    """Tokenizer and template of a checkpoint folder, or of the metadata of a GGUF file.
+
+    `chat_template` is a file, or a template's text, that goes before the model's own.
+    CheckpointError and ConfigError name the file at fault.
+    """
+    if isinstance(source, Path):
+        tokenizer = tokenizer_from_folder(source)
+        found = _template_in_folder(source)
+    else:
+        tokenizer = tokenizer_from_gguf(source)
+        found = _template_in_gguf(source)
+    if chat_template:
+        found = _given_template(chat_template)
+    template = None
+    if found is not None:
+        template = ChatTemplate(found, named=tokenizer.named, special_texts=tokenizer.special_texts)
+    return TextSide(tokenizer, template)
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json of a checkpoint.
+
+    `tokenizer_config.json` wins over `special_tokens_map.json`. What is put around a plain prompt
+    is the post-processor's matter: like transformers, we do not read `add_bos_token` where there
+    is a tokenizer.json. CheckpointError names the file that is missing or damaged.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        backend = Backend.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; save one with transformers' "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        ) from error
+    except Exception as error:  # the package raises bare Exception
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    settings = read_json(folder / "special_tokens_map.json") | read_json(
+        folder / "tokenizer_config.json"
+    )
+    _add_declared(backend, settings)
+    named = {name: text for name in _NAMES if (text := _text(settings.get(name)))}
+    _add_missing(backend, named)
+    stop_ids = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
+    return Tokenizer(backend, named=named, stop_ids=[i for i in stop_ids if i is not None])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty when there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found
+
+
+def _text(token: Any) -> str | None:
+    """The text of a token that is a string or an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _add_declared(backend: Backend, settings: dict[str, Any]) -> None:
+    """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks, in the order of ids."""
+    known = backend.get_added_tokens_decoder()
+    declared: dict[str, Any] = settings.get("added_tokens_decoder") or {}
+    for key, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        if int(key) in known:
+            continue
+        flags = {
+            flag: bool(token.get(flag, False))
+            for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
+        }
+        backend.add_tokens([AddedToken(token["content"], **flags)])
+        if backend.token_to_id(token["content"]) != int(key):
+            raise CheckpointError(
+                f"tokenizer_config.json gives {token['content']!r} the id {key}, but it is "
+                f"{backend.token_to_id(token['content'])} in tokenizer.json"
+            )
+
+
+def _add_missing(backend: Backend, named: dict[str, str]) -> None:
+    """Make BOS, EOS and their like special tokens where tokenizer.json does not."""
+    known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    for text in named.values():
+        if text not in known and backend.token_to_id(text) is not None:
+            backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+
+
+def _given_template(given: str) -> TemplateSource:
+    if "{%" in given or "{{" in given:
+        return TemplateSource({"default": given}, "--chat-template")
+    try:
+        return TemplateSource({"default": Path(given).read_text(encoding="utf-8")}, given)
+    except OSError as error:
+        raise ConfigError(f"cannot read the chat template {given}: {error}") from error
+
+
+def _template_in_folder(folder: Path) -> TemplateSource | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        texts = {"default": path.read_text(encoding="utf-8")}
+        for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            texts[extra.stem] = extra.read_text(encoding="utf-8")
+        return TemplateSource(texts, str(path))
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_json(folder / name).get("chat_template")
+        if isinstance(found, str):
+            return TemplateSource({"default": found}, str(folder / name))
+        if found:
+            texts = {item["name"]: item["template"] for item in found}
+            return TemplateSource(texts, str(folder / name))
+    return None
+
+
+def _template_in_gguf(metadata: Mapping[str, Any]) -> TemplateSource | None:
+    key = "tokenizer.chat_template"
+    if key not in metadata:
+        return None
+    texts = {"default": metadata[key]}
+    for name in metadata.get("tokenizer.chat_templates", ()):
+        if f"{key}.{name}" in metadata:
+            texts[name] = metadata[f"{key}.{name}"]
+    return TemplateSource(texts, "the GGUF file")

@@ -1,0 +1,162 @@
+"""Text does not depend on how it was cut into tokens, nor on how tokens arrive (stream or not)."""
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bifolio.engine.detokenizer import Detokenizer
+from bifolio.testing.text import FIRST_WORD, IM_END, IM_START, byte_tokenizer
+
+
+class Cut:
+    """A tokenizer whose tokens are any pieces of bytes."""
+
+    special_ids = frozenset()
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def token_bytes(self, token):
+        return self.pieces[token]
+
+
+def run(pieces, stops, batches=None, **options):
+    """Text, stop string and tokens used, when the pieces arrive in batches of these sizes."""
+    detokenizer = Detokenizer(Cut(pieces), stops, **options)
+    text, start = [], 0
+    for size in batches or [1] * len(pieces):
+        delta = detokenizer.push(range(start, min(start + size, len(pieces))))
+        text.append(delta.text)
+        if delta.stop is not None:
+            return "".join(text), delta.stop, start + delta.used
+        start += size
+    return "".join(text) + detokenizer.finish(), None, len(pieces)
+
+
+def naive(text, stops, include=False):
+    """The definition: cut at the stop string that is complete first, the longest of equals."""
+    for end in range(1, len(text) + 1):
+        complete = [s for s in stops if text[:end].endswith(s)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[:end] if include else text[: end - len(stop)], stop
+    return text, None
+
+
+def all_cuts(data):
+    for cuts in itertools.product([False, True], repeat=len(data) - 1):
+        borders = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(data)]
+        yield [data[a:b] for a, b in itertools.pairwise(borders)]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("xxabyy", ["ab", "bc"]),
+        ("xaabcyz", ["ab", "bc"]),
+        ("aabbaac", ["aac", "bb"]),
+        ("abcdefg", ["abcdx", "bcd"]),
+        ("abcabcabd", ["abcabd"]),
+        ("aaaaaaab", ["aab", "aaaab"]),
+        ("xyzxyz", ["q", "zx"]),
+        ("žltý kôň", ["ý k"]),
+        ("a😀b😀", ["😀b"]),
+        ("ababab", ["abc", "abd"]),
+    ],
+)
+def test_every_cut_into_tokens_gives_the_same_text(text, stops, include):
+    expected = naive(text, stops, include)
+    for pieces in all_cuts(text.encode()):
+        assert run(pieces, stops, include_stop=include)[:2] == expected
+        assert run(pieces, stops, [len(pieces)], include_stop=include)[:2] == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+    st.lists(st.integers(1, 4), min_size=1),
+    st.data(),
+)
+def test_stops_follow_the_definition_however_tokens_are_batched(text, stops, sizes, data):
+    data_bytes = text.encode()
+    borders = sorted(data.draw(st.sets(st.integers(0, len(data_bytes)))) | {0, len(data_bytes)})
+    pieces = [data_bytes[a:b] for a, b in itertools.pairwise(borders)]
+    batches = [sizes[i % len(sizes)] for i in range(len(pieces))]
+    found = run(pieces, stops, batches)
+    assert found[:2] == naive(text, stops)
+    assert found == run(pieces, stops)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text("ab", max_size=25), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1))
+def test_only_what_a_stop_string_begins_with_is_held_back(text, stops):
+    detokenizer = Detokenizer(Cut([c.encode() for c in text]), stops)
+    shown = ""
+    for i in range(len(text)):
+        delta = detokenizer.push([i])
+        shown += delta.text
+        if delta.stop is not None:
+            return
+        held = text[len(shown) : i + 1]
+        longest = next(
+            text[i + 1 - n : i + 1]
+            for n in range(i + 1, -1, -1)
+            if any(s.startswith(text[i + 1 - n : i + 1]) for s in stops)
+        )
+        assert held == longest
+
+
+def test_a_character_is_shown_when_its_last_byte_has_come():
+    detokenizer = Detokenizer(byte_tokenizer())
+    deltas = [detokenizer.push([byte]).text for byte in "ž😀!".encode()]
+    assert deltas == ["", "ž", "", "", "", "😀", "!"]
+
+
+def test_bytes_that_are_no_text_become_replacement_characters_as_in_one_shot_decoding():
+    for data in (b"a\xffb", b"\xe2\x82", b"\xe2\x82x", b"\xf0\x9f\x98a", b"\xc3\xc3\xa9"):
+        for pieces in all_cuts(data):
+            assert run(pieces, [])[0] == data.decode(errors="replace")
+            assert run(pieces, ["zz"])[0] == data.decode(errors="replace")
+
+
+def test_min_tokens_must_be_there_before_a_stop_string_counts():
+    pieces = [b"a", b"b", b"a", b"b", b"c"]
+    assert run(pieces, ["ab"], min_tokens=0) == ("", "ab", 2)
+    assert run(pieces, ["ab"], min_tokens=1) == ("", "ab", 2)
+    assert run(pieces, ["ab"], min_tokens=2) == ("ab", "ab", 4)
+    assert run(pieces, ["ab"], min_tokens=2, include_stop=True) == ("abab", "ab", 4)
+    assert run(pieces, ["ab"], min_tokens=4) == ("ababc", None, 5)
+    assert run([b"ab", b"x"], ["ab", "abc"], min_tokens=1) == ("abx", None, 2)
+    assert run([b"ab", b"c"], ["ab", "abc"], min_tokens=1) == ("", "abc", 2)
+
+
+def test_special_tokens_are_left_out_or_shown():
+    tokens = [IM_START, *b"hi", IM_END]
+    assert Detokenizer(byte_tokenizer()).push(tokens).text == "hi"
+    shown = Detokenizer(byte_tokenizer(), skip_special_tokens=False)
+    assert shown.push(tokens).text == "<|im_start|>hi<|im_end|>"
+
+
+def test_words_and_unknown_ids_decode():
+    tokenizer = byte_tokenizer(["hello", " wörld"])
+    assert Detokenizer(tokenizer).push([FIRST_WORD, FIRST_WORD + 1, 5000]).text == "hello wörld"
+
+
+@pytest.mark.parametrize(("stops", "bound"), [([], 5e-6), (["</s>", "\n\nUser:", "STOP"], 12e-6)])
+def test_a_token_costs_microseconds(stops, bound):
+    """Best of five; the bounds are several times what a quiet 2-core machine shows."""
+    tokenizer = byte_tokenizer(["hello", " world", "ing", "\n\n", "User"])
+    tokens = [FIRST_WORD + i % 5 for i in range(2000)]
+    best = 1.0
+    for _ in range(5):
+        detokenizer = Detokenizer(tokenizer, stops)
+        start = time.perf_counter()
+        for token in tokens:
+            detokenizer.push([token])
+        best = min(best, (time.perf_counter() - start) / len(tokens))
+    assert best < bound
