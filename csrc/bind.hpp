@@ -46,4 +46,19 @@ void bind_kernel(nanobind::class_<Runtime>& runtime, const char* name,
       nanobind::arg(fields.name)..., nanobind::call_guard<nanobind::gil_scoped_release>());
 }
 
+// The bytes of workspace for such a call; takes the same arguments.
+template <class Args, class... T>
+void bind_workspace(nanobind::class_<Runtime>& runtime, const char* name,
+                    WorkspaceSize<Args> KernelTable::*size, Field<Args, T>... fields) {
+  runtime.def(
+      name,
+      [size, members = std::tuple(fields.member...)](const Runtime& self, FromPython<T>... values) {
+        Args args{};
+        std::apply([&](auto... member) { ((args.*member = from_python<T>(values)), ...); },
+                   members);
+        return self.workspace_bytes(size, args);
+      },
+      nanobind::arg(fields.name)...);
+}
+
 }  // namespace bifolio

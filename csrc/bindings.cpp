@@ -20,6 +20,29 @@ void bind_rows(nb::class_<Runtime>& runtime) {
               FIELD(rows), FIELD(h), FIELD(ldx));
 }
 
+void bind_rope_store(nb::class_<Runtime>& runtime) {
+  using A = RopeStoreArgs;
+  bind_kernel(runtime, "rope_store", &KernelTable::rope_store, FIELD(qkv), FIELD(q),
+              FIELD(positions), FIELD(row_of_token), FIELD(block_table), FIELD(cos_sin),
+              FIELD(q_gain), FIELD(k_gain), FIELD(pool), FIELD(page_bytes), FIELD(layer_offset),
+              FIELD(page_size), FIELD(kv_heads), FIELD(head_dim), FIELD(kind), FIELD(k_scales),
+              FIELD(v_scales), FIELD(tokens), FIELD(heads), FIELD(table_width), FIELD(rope_dim),
+              FIELD(q_eps), FIELD(k_eps));
+}
+
+void bind_attention(nb::class_<Runtime>& runtime) {
+  using A = AttentionArgs;
+  bind_workspace(runtime, "attention_workspace", &KernelTable::attention_workspace,
+                 FIELD(page_size), FIELD(kv_heads), FIELD(head_dim), FIELD(tokens), FIELD(heads),
+                 FIELD(table_width));
+  bind_kernel(runtime, "attention", &KernelTable::attention, FIELD(q), FIELD(out),
+              FIELD(query_start), FIELD(context_len), FIELD(block_table), FIELD(pool),
+              FIELD(page_bytes), FIELD(layer_offset), FIELD(page_size), FIELD(kv_heads),
+              FIELD(head_dim), FIELD(kind), FIELD(k_scales), FIELD(v_scales), FIELD(workspace),
+              FIELD(rows), FIELD(tokens), FIELD(heads), FIELD(table_width), FIELD(window),
+              FIELD(scale));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -41,4 +64,6 @@ NB_MODULE(_native, m) {
       .def("replay", &Runtime::replay, nb::arg("tape"),
            nb::call_guard<nb::gil_scoped_release>());
   bind_rows(runtime);
+  bind_rope_store(runtime);
+  bind_attention(runtime);
 }

@@ -18,3 +18,18 @@
 #else
 #define BIFOLIO_DECLARE(name, Args) BIFOLIO_DECLARE_IN(portable, name, Args)
 #endif
+
+// As BIFOLIO_DECLARE, for a function that says how many bytes of workspace the kernel may use.
+#define BIFOLIO_DECLARE_SIZE_IN(isa, name, Args)                 \
+  namespace isa {                                                \
+  int64_t name(const Args& args, const ::bifolio::ThreadPool& pool); \
+  }
+
+#if defined(BIFOLIO_X86)
+#define BIFOLIO_DECLARE_SIZE(name, Args)        \
+  BIFOLIO_DECLARE_SIZE_IN(portable, name, Args) \
+  BIFOLIO_DECLARE_SIZE_IN(avx2, name, Args)     \
+  BIFOLIO_DECLARE_SIZE_IN(avx512, name, Args)
+#else
+#define BIFOLIO_DECLARE_SIZE(name, Args) BIFOLIO_DECLARE_SIZE_IN(portable, name, Args)
+#endif

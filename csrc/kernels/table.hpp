@@ -3,6 +3,8 @@
 // one in table.cpp, one in bindings.cpp.
 #pragma once
 
+#include "kernels/attention.hpp"
+#include "kernels/rope_store.hpp"
 #include "kernels/rows.hpp"
 #include "runtime/parallel.hpp"
 
@@ -12,6 +14,9 @@ enum class Isa;
 
 struct KernelTable {
   Kernel<GatherArgs> gather;
+  Kernel<RopeStoreArgs> rope_store;
+  Kernel<AttentionArgs> attention;
+  WorkspaceSize<AttentionArgs> attention_workspace;
 };
 
 // The table of an instruction set that supported_isas() names.

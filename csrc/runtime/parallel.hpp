@@ -12,6 +12,10 @@ class ThreadPool;
 template <class Args>
 using Kernel = void (*)(const Args&, ThreadPool&);
 
+// Bytes of workspace that a kernel may use for these arguments.
+template <class Args>
+using WorkspaceSize = int64_t (*)(const Args&, const ThreadPool&);
+
 // Hands out the numbers 0 … tiles - 1 of one parallel section, each exactly once.
 class TileCursor;
 int64_t next_tile(TileCursor& cursor) noexcept;  // below 0: none left

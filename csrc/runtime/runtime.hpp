@@ -26,6 +26,11 @@ class Runtime {
     kernel(args, pool_);
   }
 
+  template <class Args>
+  int64_t workspace_bytes(WorkspaceSize<Args> KernelTable::*member, const Args& args) const {
+    return (kernels_.*member)(args, pool_);
+  }
+
   void start_recording() { tape_ = std::make_shared<Tape>(); }
   std::shared_ptr<Tape> stop_recording() { return std::move(tape_); }
   bool recording() const noexcept { return tape_ != nullptr; }

@@ -110,3 +110,8 @@ def available() -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets that this build has and this processor runs, the slowest first."""
+    return tuple(_load().supported_isas())

@@ -1,0 +1,365 @@
+// One thread's work on one unit: queries against blocks of keys, with an online softmax
+// (Milakov & Gimelshein 2018; blocks as in FlashAttention, Dao et al. 2022).
+//
+// The arithmetic of one query row, the same on every path: keys in splits of 256 and blocks of 64,
+// both at fixed positions; within a split a running maximum over blocks; splits merged from first
+// to last. Keys outside [lowest seen, own position] weigh nothing and their values are not
+// multiplied, so their bytes cannot matter.
+#pragma once
+
+#include "kernels/attention_block.hpp"
+#include "kernels/attention_plan.hpp"
+
+namespace bifolio::BIFOLIO_ISA {
+
+inline constexpr float kLog2E = 1.44269504088896340736F;
+inline constexpr float kNoMaximum = -__builtin_inff();
+
+// Memory of one thread. A query row is a token and a query head of the KV head: token * group + g.
+struct Scratch {
+  BlockMemory block;
+  uint32_t* q;          // [rows][head_dim] floats, or pairs of bf16
+  float* scores;        // [kTileRows][kBlock]
+  uint32_t* weights;    // [kTileRows][kBlock] floats, or pairs of bf16
+  float* edge;          // [head_dim] pairs: values of a pair of keys of which only one counts
+  float* o;             // [rows][head_dim] of the split at hand
+  float* maximum;       // [rows]
+  float* sum;           // [rows][kLanes]
+  float* rescale;       // [rows]
+  float* total_o;       // [rows][head_dim] of all splits so far
+  float* total_maximum;  // [rows]
+  float* total_sum;     // [rows]
+
+  static Scratch carve(Carver& carver, int64_t rows, int64_t dim) {
+    Scratch s;
+    s.block = {carver.take<float>(dim * kBlock), carver.take<float>(dim * kBlock),
+               carver.take<float>(kBlock), carver.take<float>(kBlock)};
+    s.q = carver.take<uint32_t>(rows * dim);
+    s.scores = carver.take<float>(kTileRows * kBlock);
+    s.weights = carver.take<uint32_t>(kTileRows * kBlock);
+    s.edge = carver.take<float>(dim);
+    s.o = carver.take<float>(rows * dim);
+    s.maximum = carver.take<float>(rows);
+    s.sum = carver.take<float>(rows * kLanes);
+    s.rescale = carver.take<float>(rows);
+    s.total_o = carver.take<float>(rows * dim);
+    s.total_maximum = carver.take<float>(rows);
+    s.total_sum = carver.take<float>(rows);
+    return s;
+  }
+};
+
+// Keys [begin, end) of a block that a token sees.
+struct Seen {
+  int begin, end;
+  bool empty() const { return begin >= end; }
+  bool full() const { return begin == 0 && end == kBlock; }
+};
+
+template <class Dot>
+class Worker {
+ public:
+  using Element = typename Dot::Element;
+
+  Worker(const AttentionArgs& args, const Scratch& scratch)
+      : a_(args),
+        s_(scratch),
+        reader_(page_layer(args), scratch.block),
+        group_(args.heads / args.kv_heads),
+        dim_(args.head_dim),
+        q_(reinterpret_cast<Element*>(scratch.q)),
+        weights_(reinterpret_cast<Element*>(scratch.weights)) {}
+
+  // Splits [begin, end), counted from the item's first, of one KV head. Unshared items write their
+  // output, shared ones their partial results to `partial` [split][row].
+  void run(const Item& item, int64_t head, int64_t begin, int64_t end, float* partial) {
+    item_ = &item;
+    head_ = head;
+    load_queries();
+    const float k_scale = a_.k_scales == nullptr ? 1.0F : a_.k_scales[head];
+    score_scale_ = a_.scale * k_scale * kLog2E;
+    for (int64_t split = begin; split < end; ++split) {
+      run_split(item.split_first + split);
+      for (int64_t r = 0; r < rows(); ++r) {
+        const float sum = sum_lanes(load(s_.sum + r * kLanes));
+        if (item.shared) {
+          float* p = partial + (split * rows() + r) * partial_floats(dim_);
+          std::memcpy(p, s_.o + r * dim_, dim_ * sizeof(float));
+          p[dim_] = s_.maximum[r];
+          p[dim_ + 1] = sum;
+        } else {
+          merge(r, split, s_.o + r * dim_, s_.maximum[r], sum);
+        }
+      }
+    }
+    if (!item.shared) write_outputs();
+  }
+
+  // Merges the partial results of a shared item.
+  void finish(const Item& item, int64_t head, const float* partial) {
+    item_ = &item;
+    head_ = head;
+    for (int64_t split = 0; split < item.splits; ++split) {
+      for (int64_t r = 0; r < rows(); ++r) {
+        const float* p = partial + (split * rows() + r) * partial_floats(dim_);
+        merge(r, split, p, p[dim_], p[dim_ + 1]);
+      }
+    }
+    write_outputs();
+  }
+
+ private:
+  int64_t rows() const { return item_->count * group_; }
+  int64_t ldq() const { return dim_ / Dot::kPack; }
+
+  // Position of the token of a query row.
+  int64_t position(int64_t r) const { return item_->position + r / group_; }
+
+  Seen seen(int64_t r, int64_t first_key) const {
+    const int64_t begin = lowest_seen(position(r), a_.window) - first_key;
+    const int64_t end = position(r) + 1 - first_key;
+    return {static_cast<int>(begin < 0 ? 0 : begin < kBlock ? begin : kBlock),
+            static_cast<int>(end < 0 ? 0 : end < kBlock ? end : kBlock)};
+  }
+
+  const float* query(int64_t r) const {
+    return a_.q + ((item_->first + r / group_) * a_.heads + head_ * group_ + r % group_) * dim_;
+  }
+
+  void load_queries() {
+    for (int64_t r = 0; r < rows(); ++r) Dot::pack(query(r), dim_, q_ + r * ldq());
+  }
+
+  void run_split(int64_t split) {
+    for (int64_t r = 0; r < rows(); ++r) {
+      s_.maximum[r] = kNoMaximum;
+      store(s_.sum + r * kLanes, Lanes{});
+    }
+    std::memset(s_.o, 0, rows() * dim_ * sizeof(float));
+    for (int64_t key = split * kSplit; key < (split + 1) * kSplit; key += kBlock) run_block(key);
+  }
+
+  void run_block(int64_t first_key) {
+    const Seen first = seen(0, first_key);
+    const Seen last = seen(rows() - 1, first_key);
+    const Seen all{first.begin, last.end};
+    if (all.empty()) return;
+    Block block{};
+    reader_.read(a_.block_table + item_->row * a_.table_width, head_, first_key, all.begin, all.end,
+                 block);
+    for (int64_t r = 0; r < rows(); r += kTileRows) {
+      const int64_t left = rows() - r;
+      with_constant<kTileRows>(left < kTileRows ? static_cast<int>(left) : kTileRows,
+                               [&](auto n) { run_strip<n.value>(r, first_key, block); });
+    }
+  }
+
+  // R query rows from row r on.
+  template <int R>
+  void run_strip(int64_t r, int64_t first_key, const Block& block) {
+    const Seen first = seen(r, first_key);
+    const Seen last = seen(r + R - 1, first_key);
+    const Seen all{first.begin, last.end};
+    if (all.empty()) return;
+    for (int g = all.begin / kGroup; g * kGroup < all.end; g += kTileGroups) {
+      const int left = (all.end - 1) / kGroup + 1 - g;
+      with_constant<kTileGroups>(left < kTileGroups ? left : kTileGroups, [&](auto n) {
+        score_tile<Dot, R, n.value>(q_ + r * ldq(), ldq(), ldq(), block.k + g, block.k_step,
+                                    s_.scores + g * kGroup);
+      });
+    }
+    for (int i = 0; i < R; ++i) weigh(r + i, i, seen(r + i, first_key));
+    if (first.full() && last.full()) {
+      outputs<R>(r, 0, block, 0, kBlock / Dot::kPack, s_.rescale + r);
+    } else {
+      partial_outputs<R>(r, first_key, block);
+    }
+  }
+
+  // Turns the scores of a row into weights, and moves its running maximum and sum.
+  void weigh(int64_t r, int i, Seen keys) {
+    s_.rescale[r] = 1.0F;
+    if (keys.empty()) return;
+    const bool token_scales = a_.kind == kCacheFp8Token;
+    Lanes x[kBlockVectors];
+    Lanes greatest = splat(kNoMaximum);
+    for (int c = 0; c < kBlockVectors; ++c) {
+      x[c] = load(s_.scores + i * kBlock + c * kLanes) * score_scale_;
+      if (token_scales) x[c] *= load(s_.block.k_scale + c * kLanes);
+      if (!keys.full()) x[c] = inside(keys, c) ? x[c] : splat(kNoMaximum);
+      greatest = max(greatest, x[c]);
+    }
+    const float old = s_.maximum[r];
+    const float highest = max_lanes(greatest);
+    const float now = highest > old ? highest : old;
+    for (int c = 0; c < kBlockVectors; ++c) x[c] = exp2_lanes(x[c] - now);
+    const float rescale = exp2_one(old - now);
+    Lanes sum = pack(x, keys, i);
+    store(s_.sum + r * kLanes, fma(load(s_.sum + r * kLanes), splat(rescale), sum));
+    s_.maximum[r] = now;
+    s_.rescale[r] = rescale;
+  }
+
+  // Stores weights, times the scales of the values where each has its own; their sum per lane.
+  Lanes pack(Lanes (&x)[kBlockVectors], Seen keys, int i) {
+    Element* packed = weights_ + i * (kBlock / Dot::kPack);
+    if (a_.kind != kCacheFp8Token) return Dot::pack_weights(x, packed);
+    Lanes sum{};
+    for (int c = 0; c < kBlockVectors; ++c) {
+      sum += x[c];
+      x[c] *= load(s_.block.v_scale + c * kLanes);
+      if (!keys.full()) x[c] = inside(keys, c) ? x[c] : Lanes{};
+    }
+    Dot::pack_weights(x, packed);
+    return sum;
+  }
+
+  static IntLanes inside(Seen keys, int c) {
+    const IntLanes key = lane_index() + c * kLanes;
+    return (key >= keys.begin) & (key < keys.end);
+  }
+
+  // Adds steps [first, last) to the outputs of R rows; their weights stand from row i on.
+  template <int R>
+  void outputs(int64_t r, int i, const Block& block, int first, int last, const float* rescale) {
+    for (int64_t column = 0; column < dim_; column += kTileVectors * kLanes) {
+      const int64_t left = (dim_ - column) / kLanes;
+      with_constant<kTileVectors>(
+          left < kTileVectors ? static_cast<int>(left) : kTileVectors, [&](auto n) {
+            output_tile<Dot, R, n.value>(weights_ + i * (kBlock / Dot::kPack), block,
+                                         column * static_cast<int64_t>(sizeof(float)), first, last,
+                                         rescale, s_.o + r * dim_ + column, dim_);
+          });
+    }
+  }
+
+  // Where tokens see different parts of a block: the steps that all rows see in full are taken
+  // together, those before and behind token by token.
+  template <int R>
+  void partial_outputs(int64_t r, int64_t first_key, const Block& block) {
+    Seen common{0, kBlock / Dot::kPack};
+    for (int i = 0; i < R; ++i) {
+      scale_output(r + i);
+      const Seen steps = whole_steps(seen(r + i, first_key));
+      if (steps.begin > common.begin) common.begin = steps.begin;
+      if (steps.end < common.end) common.end = steps.end;
+    }
+    for (int i = 0; i < R;) {
+      const Seen keys = seen(r + i, first_key);
+      const Seen steps = whole_steps(keys);
+      const int n = rows_of_token(r + i, R - i);
+      if (!keys.empty()) {
+        if (keys.begin % Dot::kPack != 0) edge_output(r + i, i, n, block, keys.begin, 1);
+        const int end = common.empty() ? steps.end : common.begin;
+        token_outputs(r + i, i, n, block, steps.begin, end);
+        if (common.empty()) end_output(r + i, i, n, block, keys);
+      }
+      i += n;
+    }
+    if (common.empty()) return;
+    outputs<R>(r, 0, block, common.begin, common.end, kOnes);
+    for (int i = 0; i < R;) {
+      const Seen keys = seen(r + i, first_key);
+      const int n = rows_of_token(r + i, R - i);
+      token_outputs(r + i, i, n, block, common.end, whole_steps(keys).end);
+      end_output(r + i, i, n, block, keys);
+      i += n;
+    }
+  }
+
+  int rows_of_token(int64_t r, int most) const {
+    const int64_t n = group_ - r % group_;
+    return n < most ? static_cast<int>(n) : most;
+  }
+
+  // Steps of which every key is seen.
+  static Seen whole_steps(Seen keys) {
+    return {(keys.begin + Dot::kPack - 1) / Dot::kPack, keys.end / Dot::kPack};
+  }
+
+  void scale_output(int64_t r) {
+    float* o = s_.o + r * dim_;
+    for (int64_t d = 0; d < dim_; d += kLanes) store(o + d, load(o + d) * s_.rescale[r]);
+  }
+
+  void token_outputs(int64_t r, int i, int n, const Block& block, int first, int last) {
+    if (first >= last) return;
+    with_constant<kTileRows>(
+        n, [&](auto rows) { outputs<rows.value>(r, i, block, first, last, kOnes); });
+  }
+
+  void end_output(int64_t r, int i, int n, const Block& block, Seen keys) {
+    if (keys.end % Dot::kPack != 0 && (keys.begin < keys.end - 1 || keys.begin % Dot::kPack == 0)) {
+      edge_output(r, i, n, block, keys.end - 1, 0);
+    }
+  }
+
+  // One key without its partner in the pair, which is `half` (0 first, 1 second) of the pair.
+  void edge_output(int64_t r, int i, int n, const Block& block, int key, int half) {
+    const int step = key / 2;
+    constexpr int kGroupSteps = kGroup / 2;
+    const char* pairs =
+        block.v[step / kGroupSteps] + (step % kGroupSteps) * block.v_step;
+    const uint32_t keep = half == 0 ? 0x0000ffff : 0xffff0000;
+    for (int64_t d = 0; d < dim_; ++d) {
+      uint32_t pair;
+      std::memcpy(&pair, pairs + 4 * d, 4);
+      pair &= keep;
+      std::memcpy(s_.edge + d, &pair, 4);
+    }
+    // The patched pair stands in for step 0 of a block; the weights are read from its own step.
+    Block patched{};
+    patched.v[0] = reinterpret_cast<const char*>(s_.edge);
+    Element* const weights = weights_;
+    weights_ += step;
+    token_outputs(r, i, n, patched, 0, 1);
+    weights_ = weights;
+  }
+
+  // Adds what split `split` of the item contributes to row r, if the row sees any of it.
+  void merge(int64_t r, int64_t split, const float* o, float maximum, float sum) {
+    const int64_t lowest = lowest_seen(position(r), a_.window) / kSplit - item_->split_first;
+    if (split < lowest || split > position(r) / kSplit - item_->split_first) return;
+    float* total = s_.total_o + r * dim_;
+    if (split == lowest) {
+      std::memcpy(total, o, dim_ * sizeof(float));
+      s_.total_maximum[r] = maximum;
+      s_.total_sum[r] = sum;
+      return;
+    }
+    const float old = s_.total_maximum[r];
+    const float now = maximum > old ? maximum : old;
+    const float keep = exp2_one(old - now);
+    const float add = exp2_one(maximum - now);
+    for (int64_t d = 0; d < dim_; d += kLanes) {
+      store(total + d, fma(load(o + d), splat(add), load(total + d) * keep));
+    }
+    s_.total_maximum[r] = now;
+    s_.total_sum[r] = s_.total_sum[r] * keep + sum * add;
+  }
+
+  void write_outputs() {
+    const float v_scale = a_.v_scales == nullptr ? 1.0F : a_.v_scales[head_];
+    for (int64_t r = 0; r < rows(); ++r) {
+      float* out = a_.out + (query(r) - a_.q);
+      const float scale = v_scale / s_.total_sum[r];
+      for (int64_t d = 0; d < dim_; d += kLanes) {
+        store(out + d, load(s_.total_o + r * dim_ + d) * scale);
+      }
+    }
+  }
+
+  static constexpr float kOnes[6] = {1, 1, 1, 1, 1, 1};
+
+  const AttentionArgs& a_;
+  Scratch s_;
+  BlockReader<Dot> reader_;
+  int64_t group_, dim_;
+  Element* q_;
+  Element* weights_;
+  const Item* item_ = nullptr;
+  int64_t head_ = 0;
+  float score_scale_ = 0;
+};
+
+}  // namespace bifolio::BIFOLIO_ISA

@@ -1,0 +1,103 @@
+// float8 e4m3fn and float16, read and written one by one and by the vector.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/lanes.hpp"
+
+namespace bifolio::BIFOLIO_ISA {
+
+inline float float_from_e4m3(uint8_t code) {
+  // As a float32, the seven low bits shifted up mean value * 2^-120 (subnormals too).
+  const float magnitude =
+      __builtin_bit_cast(float, static_cast<uint32_t>(code & 0x7f) << 20) * 0x1p120F;
+  const float value = (code & 0x7f) == 0x7f ? __builtin_nanf("") : magnitude;
+  return code & 0x80 ? -value : value;
+}
+
+// Clamp to ±448, round to nearest even, NaN stays NaN: codes in the low byte of each lane.
+inline IntLanes e4m3_from_lanes(Lanes x) {
+  constexpr float kMax = 448.0F;
+  constexpr float kLeastNormal = 0x1p-6F;
+  constexpr float kSubnormalUnit = 0x1p14F;  // its last mantissa bit is worth 2^-9
+  const Lanes magnitude = abs(x);
+  const Lanes clamped = magnitude > kMax ? splat(kMax) : magnitude;
+  const IntLanes u = bits(clamped);
+  // Normal numbers: drop 20 bits, half to even, and move the exponent's bias from 127 to 7.
+  const IntLanes normal = ((u + 0x7ffff + (u >> 20 & 1)) >> 20) - (120 << 3);
+  const IntLanes subnormal = bits(clamped + kSubnormalUnit) - bits(splat(kSubnormalUnit));
+  const IntLanes code = clamped < kLeastNormal ? subnormal : normal;
+  const IntLanes sign = bits(x) >> 24 & 0x80;
+  return (x != x ? splat(0x7f) : code) | sign;
+}
+
+inline uint8_t e4m3_from_float(float x) {
+  return static_cast<uint8_t>(e4m3_from_lanes(splat(x))[0]);
+}
+
+inline float float_from_half(uint16_t h) {
+  // Shifted up, exponent and mantissa mean value * 2^-112 (subnormals too).
+  const uint32_t magnitude_bits = static_cast<uint32_t>(h & 0x7fff) << 13;
+  const float magnitude = __builtin_bit_cast(float, magnitude_bits) * 0x1p112F;
+  const float special = __builtin_bit_cast(float, magnitude_bits | 0x7f800000);
+  const float value = (h & 0x7c00) == 0x7c00 ? special : magnitude;
+  return h & 0x8000 ? -value : value;
+}
+
+// The scale of a token whose greatest magnitude is `absmax`: the smallest fp16 number that is not
+// below absmax / 448, at most 65504; 1 for zero.
+inline uint16_t token_scale_from_absmax(float absmax) {
+  constexpr float kMax = 448.0F;
+  constexpr float kHalfMax = 65504.0F;
+  constexpr uint16_t kOne = 0x3c00;
+  if (absmax == 0) return kOne;
+  const float wanted = absmax / kMax < kHalfMax ? absmax / kMax : kHalfMax;
+  // Rounding up: subnormals count units of 2^-24, normal numbers keep 10 bits of the mantissa.
+  if (wanted < 0x1p-14F) {
+    const float units = wanted * 0x1p24F;
+    const auto whole = static_cast<int32_t>(units);
+    return static_cast<uint16_t>(whole + (static_cast<float>(whole) < units));
+  }
+  const auto u = __builtin_bit_cast(uint32_t, wanted);
+  return static_cast<uint16_t>(((u + 0x1fff) >> 13) - (112 << 10));
+}
+
+#if defined(__AVX512F__)
+// The bf16 numbers of 32 codes: high and low bytes are looked up in tables of the magnitude.
+class E4m3ToBf16 {
+ public:
+  E4m3ToBf16() {
+    alignas(64) uint8_t low[128];
+    alignas(64) uint8_t high[128];
+    alignas(64) uint8_t twice[64];
+    for (int i = 0; i < 128; ++i) {
+      const uint16_t x = bf16_from_float(float_from_e4m3(static_cast<uint8_t>(i)));
+      low[i] = static_cast<uint8_t>(x & 0xff);
+      high[i] = static_cast<uint8_t>(x >> 8);
+    }
+    for (int i = 0; i < 64; ++i) twice[i] = static_cast<uint8_t>(i / 2);
+    for (int i = 0; i < 2; ++i) {
+      low_[i] = _mm512_load_si512(low + 64 * i);
+      high_[i] = _mm512_load_si512(high + 64 * i);
+    }
+    twice_ = _mm512_load_si512(twice);
+  }
+
+  void operator()(const uint8_t* codes, uint16_t* numbers) const {
+    const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+    const __m512i code = _mm512_permutexvar_epi8(twice_, _mm512_castsi256_si512(packed));
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
+    const __m512i high = _mm512_permutex2var_epi8(high_[0], code, high_[1]);
+    const __m512i magnitude = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, low, high);
+    constexpr int kAndOr = 0xf8;  // a | (b & c)
+    const __m512i number = _mm512_ternarylogic_epi32(
+        magnitude, code, _mm512_set1_epi16(static_cast<int16_t>(0x8000)), kAndOr);
+    _mm512_storeu_si512(numbers, number);
+  }
+
+ private:
+  __m512i low_[2], high_[2], twice_;
+};
+#endif
+
+}  // namespace bifolio::BIFOLIO_ISA
