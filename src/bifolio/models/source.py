@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,9 @@ from bifolio.errors import CheckpointError, ConfigError
 from bifolio.models.builtin import BUILTIN, fetch_builtin
 from bifolio.models.gguf import GGUFFile
 from bifolio.models.gguf_spec import gguf_spec
+from bifolio.models.progress import Report, hub_bar, silent
 from bifolio.spec import ModelSpec
 from bifolio.spec.hf import read_spec
-
-Tell = Callable[[str], None]
-"""Called with a line of text when something that takes long begins."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?(@[\w./-]+)?")
 _HUB_FILES = [
@@ -88,7 +85,7 @@ class ModelSource:
         return tuple(entry["id"] for entry in added if entry.get("content") == text)
 
 
-def resolve_source(name: str, tell: Tell = lambda _line: None) -> ModelSource:
+def resolve_source(name: str, report: Report = silent) -> ModelSource:
     """Find a model, and fetch it into a cache if need be.
 
     `name` is a folder, a .gguf file, `owner/model` or `owner/model/file.gguf` on the Hugging Face
@@ -97,7 +94,7 @@ def resolve_source(name: str, tell: Tell = lambda _line: None) -> ModelSource:
     """
     path = Path(name).expanduser()
     if name in BUILTIN:
-        return ModelSource(name, fetch_builtin(name, tell))
+        return ModelSource(name, fetch_builtin(name, report))
     if path.is_dir():
         return ModelSource(name, path)
     if path.is_file():
@@ -105,7 +102,7 @@ def resolve_source(name: str, tell: Tell = lambda _line: None) -> ModelSource:
             raise ConfigError(f"{name} is a file, but no .gguf; give a folder or a .gguf file")
         return ModelSource(name, path)
     if _HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
-        return ModelSource(name, _fetch_from_hub(name, tell))
+        return ModelSource(name, _fetch_from_hub(name, report))
     raise ConfigError(
         f"there is no model {name!r}; give a folder, a .gguf file, a Hugging Face id "
         f"(owner/model) or a built-in name ({', '.join(BUILTIN)})"
@@ -127,9 +124,9 @@ def _read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     return found
 
 
-def _fetch_from_hub(name: str, tell: Tell) -> Path:
+def _fetch_from_hub(name: str, report: Report) -> Path:
     """Download (or find in the cache) a snapshot or one GGUF file of a Hugging Face repository."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -139,15 +136,13 @@ def _fetch_from_hub(name: str, tell: Tell) -> Path:
 
     repository, _, revision = name.partition("@")
     owner, model, *inside = repository.split("/", 2)
-    tell(f"looking for {name} on the Hugging Face hub and in its cache")
+    report(f"looking for {name}", 0, 0)
     try:
-        if inside:
-            file = hf_hub_download(f"{owner}/{model}", inside[0], revision=revision or None)
-            return Path(file)
-        return Path(
-            snapshot_download(
-                f"{owner}/{model}", revision=revision or None, allow_patterns=_HUB_FILES
-            )
+        folder = snapshot_download(
+            f"{owner}/{model}",
+            revision=revision or None,
+            allow_patterns=inside or _HUB_FILES,
+            tqdm_class=hub_bar(report, f"downloading {name}"),
         )
     except GatedRepoError as error:
         cure = "accept its terms on the hub and set HF_TOKEN"
@@ -161,3 +156,7 @@ def _fetch_from_hub(name: str, tell: Tell) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"cannot get {name} from the Hugging Face hub: {first}") from error
+    path = Path(folder, *inside)
+    if not path.exists():
+        raise ConfigError(f"{owner}/{model} on the Hugging Face hub has no {inside[0]}")
+    return path
