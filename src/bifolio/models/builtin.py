@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,8 @@ def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
+            found = path.stat()
+            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return total
 
 
