@@ -1,7 +1,5 @@
 """Native CPU kernels of bifolio"""
 
-
-
 def supported_isas() -> list[str]: ...
 
 class Tape:
@@ -9,26 +7,72 @@ class Tape:
 
 class Runtime:
     def __init__(self, threads: int, isa: str) -> None: ...
-
     @property
     def isa(self) -> str: ...
-
     @property
     def threads(self) -> int: ...
-
     @property
     def recording(self) -> bool: ...
-
     def start_recording(self) -> None: ...
-
     def stop_recording(self) -> Tape: ...
-
     def replay(self, tape: Tape) -> None: ...
-
     def gather(self, x: int, index: int, y: int, rows: int, h: int, ldx: int) -> None: ...
-
-    def rope_store(self, qkv: int, q: int, positions: int, row_of_token: int, block_table: int, cos_sin: int, q_gain: int, k_gain: int, pool: int, page_bytes: int, layer_offset: int, page_size: int, kv_heads: int, head_dim: int, kind: int, k_scales: int, v_scales: int, tokens: int, heads: int, table_width: int, rope_dim: int, q_eps: float, k_eps: float) -> None: ...
-
-    def attention_workspace(self, page_size: int, kv_heads: int, head_dim: int, tokens: int, heads: int, table_width: int) -> int: ...
-
-    def attention(self, q: int, out: int, query_start: int, context_len: int, block_table: int, pool: int, page_bytes: int, layer_offset: int, page_size: int, kv_heads: int, head_dim: int, kind: int, k_scales: int, v_scales: int, workspace: int, rows: int, tokens: int, heads: int, table_width: int, window: int, scale: float) -> None: ...
+    def rope_store(
+        self,
+        qkv: int,
+        q: int,
+        positions: int,
+        row_of_token: int,
+        block_table: int,
+        cos_sin: int,
+        q_gain: int,
+        k_gain: int,
+        pool: int,
+        page_bytes: int,
+        layer_offset: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        kind: int,
+        k_scales: int,
+        v_scales: int,
+        tokens: int,
+        heads: int,
+        table_width: int,
+        rope_dim: int,
+        q_eps: float,
+        k_eps: float,
+    ) -> None: ...
+    def attention_workspace(
+        self,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        heads: int,
+        table_width: int,
+    ) -> int: ...
+    def attention(
+        self,
+        q: int,
+        out: int,
+        query_start: int,
+        context_len: int,
+        block_table: int,
+        pool: int,
+        page_bytes: int,
+        layer_offset: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        kind: int,
+        k_scales: int,
+        v_scales: int,
+        workspace: int,
+        rows: int,
+        tokens: int,
+        heads: int,
+        table_width: int,
+        window: int,
+        scale: float,
+    ) -> None: ...

@@ -50,6 +50,11 @@ class PagePool:
         self._stamps: dict[int, PageStamp] = {}
 
     @property
+    def epoch(self) -> int:
+        """The random number of this boot: the upper bits of every tag."""
+        return self._epoch >> COUNTER_BITS
+
+    @property
     def free(self) -> int:
         """Pages that nobody holds."""
         return len(self._free)

@@ -20,6 +20,9 @@ from bifolio.runtime.sampler import Sampler
 from bifolio.runtime.verify import ExpectedPages
 from bifolio.spec.page import HEADER_FILL
 
+Tamper = Callable[[KVPool, Batch, list[StepRow]], None]
+"""Fault injection: called with a filled batch and its rows, before the first check."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
@@ -54,7 +57,7 @@ class ModelRunner:
         limits: RunnerLimits,
         *,
         integrity: bool = True,
-        tamper: Callable[[KVPool, Batch, list[StepRow]], None] | None = None,
+        tamper: Tamper | None = None,
     ) -> None:
         self._models = models
         self._one_model = models[Phase.PREFILL] is models[Phase.DECODE]

@@ -5,12 +5,12 @@ The victim is every request whose seed is `VICTIM_SEED`, so that a client can ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 
 from bifolio.core.step import StepRow
 from bifolio.kernels.ops import Batch
 from bifolio.runtime.pool import KVPool
+from bifolio.runtime.runner import Tamper
 from bifolio.spec.page import HEADER_TAG
 
 VICTIM_SEED = 666_013
@@ -25,9 +25,6 @@ class CacheFault(StrEnum):
     """The page was given to someone else, who has stamped and filled it."""
     STALE = "stale"
     """The bytes are those of an earlier allocation: tag and contents of before."""
-
-
-Tamper = Callable[[KVPool, Batch, list[StepRow]], None]
 
 
 def tamper_with(fault: CacheFault, after: int = 2) -> Tamper:

@@ -1,0 +1,194 @@
+"""The engine: a scheduler that decides, a runner that computes, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from bifolio.config import EngineConfig
+from bifolio.core import CacheManager, Limits, PagePool, Scheduler
+from bifolio.engine.messages import EngineStats, Hello
+from bifolio.errors import ConfigError, RequestError
+from bifolio.formats import Phase
+from bifolio.kernels.choose import KernelSet, choose
+from bifolio.models.loader import LoadedModels, load_models
+from bifolio.models.source import resolve_source
+from bifolio.request import Output, Request
+from bifolio.runtime.pool import KVPool
+from bifolio.runtime.provenance import writer_fingerprint
+from bifolio.runtime.recorded import Model, RecordedModel
+from bifolio.runtime.runner import ModelRunner, RunnerLimits, Tamper
+from bifolio.runtime.sampler import Sampler
+from bifolio.spec import ModelSpec, PageSpec
+
+log = structlog.get_logger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called while the engine is built: stage, units done, units in total."""
+
+
+class Engine:
+    """Serves one model in one process. Not thread-safe: one thread adds, aborts and steps.
+
+    `tamper` is for fault injection (`runtime.runner`).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress = lambda _stage, _done, _total: None,
+        tamper: Tamper | None = None,
+    ) -> None:
+        self._config = config
+        source = resolve_source(config.model)
+        self.spec = source.spec
+        page = PageSpec.of(self.spec, config.plan.prefill.cache, config.plan.page_size)
+        pages = page.pages_in(config.cache_memory)
+        if pages < 1:
+            raise ConfigError(
+                f"cache_memory={config.cache_memory} holds no page of {page.page_bytes} bytes; "
+                "give more memory or a smaller page="
+            )
+        self.max_model_len = _model_len(config, self.spec, pages * page.page_size)
+        self.kernels = choose(config.kernels, config.threads)
+        self.models = load_models(
+            source,
+            config.plan,
+            self.kernels.ops,
+            positions=self.max_model_len,
+            progress=lambda done, total: progress("weights", done, total),
+        )
+        self.pool = KVPool(page, pages)
+        self._page_pool = PagePool(pages)
+        limits = Limits(
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_step_tokens,
+            max_waiting=config.max_waiting,
+        )
+        self.scheduler = Scheduler(self._cache_manager(page), limits, self.spec.stop_ids)
+        self.runner = ModelRunner(
+            _runnable(self.models, self.kernels),
+            self.pool,
+            Sampler(self.kernels.sampling, self.spec.stop_ids),
+            RunnerLimits(config.max_step_tokens, config.max_num_seqs, self.max_model_len),
+            integrity=config.integrity,
+            tamper=tamper,
+        )
+
+    def _cache_manager(self, page: PageSpec) -> CacheManager:
+        def writer(phase: Phase) -> int:
+            plan, kernels = self._config.plan.phase(phase), str(self.kernels.ops.name)
+            return writer_fingerprint(
+                self.models.identity, f"{plan.weights} {kernels}", str(plan.head), page, "one", 0
+            )
+
+        return CacheManager(
+            self._page_pool,
+            page.page_size,
+            writer(Phase.PREFILL),
+            writer(Phase.DECODE),
+            prefix_cache=self._config.prefix_cache,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Put a request in line; RequestError or OverloadedError refuse it."""
+        self._check_ids(request)
+        request.sampling.check(self.spec.vocab)
+        self.scheduler.add(request)
+
+    def _check_ids(self, request: Request) -> None:
+        for token in request.prompt_ids:
+            if not 0 <= token < self.spec.vocab:
+                raise RequestError(
+                    f"prompt: token id {token} must be at least 0 and below {self.spec.vocab}",
+                    param="prompt",
+                )
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its pages before the next step; unknown ids are ignored."""
+        self.scheduler.abort(request_id)
+
+    def step(self) -> list[Output]:
+        """Compute one batch and say what came of it. A failing step ends its own requests only."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return self.scheduler.take_news()
+        try:
+            results = self.runner.execute(step)
+        except Exception as error:
+            log.exception("step failed", rows=[row.request_id for row in step.rows])
+            return self.scheduler.fail(step, f"the engine failed: {type(error).__name__}: {error}")
+        for row, result in zip(step.rows, results, strict=True):
+            if result.fault is not None:
+                log.error("cache integrity", request=row.request_id, fault=result.fault)
+        return self.scheduler.commit(step, results)
+
+    def hello(self) -> Hello:
+        """Describe the engine."""
+        return Hello(
+            model=self._config.model,
+            vocab=self.spec.vocab,
+            max_model_len=self.max_model_len,
+            stop_ids=self.spec.stop_ids,
+            page_size=self.pool.spec.page_size,
+            pages=self.pool.pages,
+            page_bytes=self.pool.spec.page_bytes,
+            plan=str(self._config.plan),
+            kernels=str(self.kernels),
+            boot_epoch=self._page_pool.epoch,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of this moment."""
+        stats = self.scheduler.stats()
+        return EngineStats(
+            steps=stats.steps,
+            progress=stats.computed_tokens + stats.finished + stats.aborted,
+            running=stats.running,
+            waiting=stats.waiting,
+            pages_free=stats.free_pages,
+            pages_cached=stats.cached_pages,
+            pages_live=stats.live_pages,
+            pages_quarantined=stats.quarantined_pages,
+            prompt_tokens=stats.query_tokens,
+            generation_tokens=stats.generated_tokens,
+            preemptions=stats.preemptions,
+            prefix_queries=stats.query_tokens,
+            prefix_hits=stats.hit_tokens,
+            pages_checked=stats.pages_checked,
+            integrity_failures=stats.integrity_faults,
+        )
+
+    def close(self) -> None:
+        """Nothing is held beyond this object's memory and its kernels' threads."""
+
+
+def create(config: EngineConfig, progress: Progress) -> Engine:
+    """The factory that the engine process calls."""
+    return Engine(config, progress)
+
+
+def _model_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int) -> int:
+    """Most tokens of a request: as configured, else what the model and the pool both allow."""
+    if config.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is beyond the {spec.max_position} positions "
+            "that the model knows; ask for less"
+        )
+    return config.max_model_len or min(spec.max_position, pool_tokens)
+
+
+def _runnable(models: LoadedModels, kernels: KernelSet) -> dict[Phase, Model]:
+    """The model of each phase, its decode steps recorded where the kernels can; one if equal."""
+    plain = {phase: models.phase(phase) for phase in Phase}
+    if kernels.recorder is None:
+        return dict(plain)
+    recorded = {id(m): RecordedModel(m, kernels.recorder) for m in plain.values()}
+    return {phase: recorded[id(m)] for phase, m in plain.items()}

@@ -1,0 +1,33 @@
+"""Picks the kernel set, once, when an engine is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bifolio.errors import UnsupportedError
+from bifolio.kernels.native import NativeOps
+from bifolio.kernels.ops import Ops
+from bifolio.kernels.reference import ReferenceOps
+from bifolio.kernels.reference_sampling import ReferenceSampling, SamplingOps
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """What an engine computes with. `recorder` is the set itself where it can record passes."""
+
+    ops: Ops
+    sampling: SamplingOps
+    recorder: NativeOps | None
+
+    def __str__(self) -> str:
+        if self.recorder is None:
+            return self.ops.name
+        return f"{self.ops.name} {self.recorder.isa}, {self.recorder.threads} threads"
+
+
+def choose(name: str, threads: int = 0) -> KernelSet:
+    """`native`, `reference`, or `auto`: the best there is. `threads` 0: all processors."""
+    del threads
+    if name == "native":
+        raise UnsupportedError("kernels=native has no linear kernel yet; use kernels=reference")
+    return KernelSet(ReferenceOps(), ReferenceSampling(), None)
