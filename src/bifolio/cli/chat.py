@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
     from bifolio.cli.child import Event
     from bifolio.cli.conversation import Conversation
-
-DEFAULT_MODEL = "smollm2-135m"
 
 
 def chat(

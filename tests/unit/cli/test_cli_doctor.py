@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tomllib
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from bifolio.cli import checkup
 from bifolio.cli.machine import Limits, read_limits, read_processor
 from bifolio.cli.main import app
+from bifolio.models.builtin import BUILTIN, Wheel, builtin_path
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +26,7 @@ def test_json_holds_the_facts_that_a_program_would_read() -> None:
     found = json.loads(result.stdout)
     assert set(found) == {
         *("ok", "version", "python", "processor", "limits", "kernels", "packages", "compiler"),
-        *("environment", "problems"),
+        *("default_model", "hub_cache", "environment", "problems"),
     }
     assert found["ok"] is True
     assert result.exit_code == 0
@@ -75,6 +77,35 @@ def test_the_packages_looked_for_are_those_that_the_project_needs() -> None:
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[<>=;\s]", need)[0] for need in needs}
     assert set(checkup.PACKAGES) == names
+
+
+@pytest.fixture
+def model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the default model belongs, in a home of its own; its digest is that of b"whole"."""
+    monkeypatch.setenv("BIFOLIO_HOME", str(tmp_path))
+    wheel = Wheel("r", "folder/model.gguf", hashlib.sha256(b"whole").hexdigest(), 5)
+    monkeypatch.setitem(BUILTIN, "smollm2-135m", wheel)
+    path = builtin_path("smollm2-135m")
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_a_model_that_is_not_there_yet_is_no_problem(model_path: Path) -> None:
+    found = checkup.examine()
+    assert (found.default_model.present, found.default_model.intact) == (False, None)
+    assert found.default_model.path == str(model_path)
+    assert not [p for p in found.problems if "model" in p.what]
+
+
+@pytest.mark.parametrize(("content", "intact"), [(b"whole", True), (b"half", False)])
+def test_the_digest_of_the_default_model_is_checked(
+    model_path: Path, content: bytes, intact: bool
+) -> None:
+    model_path.write_bytes(content)
+    found = checkup.examine()
+    assert (found.default_model.present, found.default_model.intact) == (True, intact)
+    cures = [p.cure for p in found.problems if "digest" in p.what]
+    assert cures == ([] if intact else [f"rm '{model_path}'"])
 
 
 def limits(**values: float | int | None) -> Limits:
