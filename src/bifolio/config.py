@@ -44,6 +44,7 @@ class EngineConfig(_Frozen):
     kernels: Literal["auto", "native", "reference"] = "auto"
     integrity: bool = True
     prefix_cache: bool = True
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("cache_memory", mode="before")
     @classmethod

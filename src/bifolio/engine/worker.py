@@ -27,6 +27,7 @@ from typing import Protocol
 import msgspec
 
 from bifolio.config import EngineConfig
+from bifolio.engine import logs
 from bifolio.engine.channel import Channel
 from bifolio.engine.messages import (
     Abort,
@@ -154,7 +155,9 @@ def _describe(error: Exception) -> str:
 def _load(start: Start, progress: Progress) -> Engine:
     module, _, name = start.factory.partition(":")
     factory: Factory = getattr(importlib.import_module(module), name)
-    return factory(EngineConfig.model_validate_json(start.config), progress)
+    config = EngineConfig.model_validate_json(start.config)
+    logs.configure(config.log_level)
+    return factory(config, progress)
 
 
 def _first(channel: Channel[FrontMessage]) -> Start:
