@@ -234,6 +234,7 @@ async def test_an_error_of_the_load_keeps_its_class(capfd):
     with pytest.raises(CheckpointError, match="tensor 7 is missing"):
         async with running(Script(load_error="tensor 7 is missing")):
             pass
+    assert capfd.readouterr().err == ""  # no traceback for what is said on purpose
 
 
 async def test_a_factory_that_cannot_be_imported_is_a_clear_error(capfd):

@@ -8,7 +8,6 @@ import sys
 import structlog
 from structlog.typing import Processor
 
-
 _CHATTY = ("uvicorn", "httpx", "httpcore", "asyncio", "huggingface_hub")
 
 

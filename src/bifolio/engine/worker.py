@@ -43,7 +43,7 @@ from bifolio.engine.messages import (
     Start,
     Submit,
 )
-from bifolio.errors import OverloadedError, RequestError
+from bifolio.errors import BifolioError, OverloadedError, RequestError
 from bifolio.request import Output, Request
 
 BEAT_SECONDS = 0.25
@@ -183,7 +183,8 @@ def serve(channel: Channel[FrontMessage]) -> int:
     except EOFError:
         return 0
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, BifolioError):  # those say all that there is to say
+            traceback.print_exc()
         channel.send(Fatal(type(error).__name__, str(error)))
         channel.flush(1.0)
         return 1
