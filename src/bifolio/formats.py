@@ -4,7 +4,8 @@ Weights   `bf16` · `fp8` (= `fp8:b128`) · `fp8:channel` · `fp8:tensor` · `in
           `int4:g32` · `int4:g64` · `int4:g128`; `:z` adds a zero point per group, `:a8` multiplies
           with int8 activations (one scale per token). `fp32` exists for tests and references.
 Cache     `bf16` · `fp8` (e4m3, one static scale per layer and head) · `fp8:token` (one fp16 scale
-          per token and head) · `fp32` for tests.
+          per token and head; latent attention: one fp32 scale per token and 128 latents, the
+          rotated key in bf16) · `fp32` for tests.
 Plans     `weights/cache`, e.g. `int4:g32:a8/fp8`, or `weights=fp8,cache=bf16,head=int8,page=16`;
           one for each phase. `auto` weights mean: as the checkpoint stores them.
 

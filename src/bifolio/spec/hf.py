@@ -76,7 +76,7 @@ def read_spec(
         vocab=fields.integer("vocab_size"),
         max_position=max_position,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields, head_dim, max_position),
+        rope=read_rope(fields, head_dim, max_position),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=family == "qwen2" or fields.flag("attention_bias", False),
         output_bias=family != "qwen2" and fields.flag("attention_bias", False),
@@ -113,7 +113,7 @@ def _head_dim(fields: Fields, family: str, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
+def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
     """`rope_scaling` (older files) wins over `rope_parameters`, as in transformers."""
     rope = fields.part("rope_scaling" if fields.part("rope_scaling").keys() else "rope_parameters")
     rope.refuse_others(_ROPE_KEYS)

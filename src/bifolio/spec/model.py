@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bifolio.spec.blocks import IndexerSpec, MLASpec, MoESpec
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -32,7 +34,13 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer with grouped-query attention and a SwiGLU MLP.
+    """A decoder-only transformer with SwiGLU MLPs.
+
+    Attention is grouped-query, or latent where `mla` is set: then `kv_heads` is 1 (the latent is
+    shared) and `head_dim` that of queries and keys. `moe` replaces the MLP by experts from its
+    first layer on; `intermediate` is the width of dense MLPs. `indexer` makes attention sparse.
+    `mtp_layers` multi-token-prediction layers stand behind the last layer in the checkpoint; they
+    are not served.
 
     `windows[i]` is the sliding window of layer i in tokens, the current one included, or None
     for full attention. `stop_ids` are the end tokens that the checkpoint declares.
@@ -57,3 +65,7 @@ class ModelSpec:
     windows: tuple[int | None, ...] = ()
     stop_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    mla: MLASpec | None = None
+    moe: MoESpec | None = None
+    indexer: IndexerSpec | None = None
+    mtp_layers: int = 0
