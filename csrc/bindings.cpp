@@ -4,6 +4,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <initializer_list>
+#include <new>
+#include <stdexcept>
+
 #include "bind.hpp"
 
 namespace nb = nanobind;
@@ -43,6 +48,57 @@ void bind_attention(nb::class_<Runtime>& runtime) {
               FIELD(scale));
 }
 
+// A layout is made from the names of Python's side; std::invalid_argument would be our own mistake.
+WeightLayout make_layout(int64_t n, int64_t k, int64_t group, const std::string& codes,
+                         const std::string& scales, bool offsets, bool int8_activations) {
+  const auto index = [](const std::string& name, std::initializer_list<const char*> names) {
+    const auto found = std::find(names.begin(), names.end(), name);
+    if (found == names.end()) throw std::invalid_argument(name);
+    return found - names.begin();
+  };
+  return {.n = n,
+          .k = k,
+          .group = group,
+          .codes = Codes{index(codes, {"fp32", "bf16", "fp8", "int8", "int4"})},
+          .scales = Scales{index(scales, {"none", "fp16", "bf16", "fp32", "block"})},
+          .offsets = offsets,
+          .int8_activations = int8_activations};
+}
+
+void bind_linear(nb::module_& m, nb::class_<Runtime>& runtime) {
+  nb::class_<WeightLayout>(m, "WeightLayout")
+      .def("__init__",
+           [](WeightLayout* self, int64_t n, int64_t k, int64_t group, const std::string& codes,
+              const std::string& scales, bool offsets, bool int8_activations) {
+             new (self)
+                 WeightLayout(make_layout(n, k, group, codes, scales, offsets, int8_activations));
+           },
+           nb::arg("n"), nb::arg("k"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
+           nb::arg("offsets"), nb::arg("int8_activations"))
+      .def_prop_ro("packed_bytes", &WeightLayout::packed_bytes);
+  {
+    using A = PackArgs;
+    bind_kernel(runtime, "pack", &KernelTable::pack, FIELD(layout), FIELD(codes), FIELD(scales),
+                FIELD(offsets), FIELD(scale_stride), FIELD(packed));
+  }
+  {
+    using A = EmbeddingArgs;
+    bind_kernel(runtime, "embedding", &KernelTable::embedding, FIELD(layout), FIELD(packed),
+                FIELD(ids), FIELD(y), FIELD(t));
+  }
+  {
+    using A = LinearArgs;
+    bind_kernel(runtime, "linear", &KernelTable::linear, FIELD(layout), FIELD(packed), FIELD(x),
+                FIELD(gain), FIELD(bias), FIELD(residual), FIELD(y), FIELD(workspace), FIELD(t),
+                FIELD(eps), FIELD(gated));
+  }
+  {
+    using A = LinearArgs;
+    bind_workspace(runtime, "linear_workspace", &KernelTable::linear_workspace, FIELD(layout),
+                   FIELD(t), FIELD(gated));
+  }
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -66,4 +122,5 @@ NB_MODULE(_native, m) {
   bind_rows(runtime);
   bind_rope_store(runtime);
   bind_attention(runtime);
+  bind_linear(m, runtime);
 }

@@ -1,17 +1,18 @@
 // Compiled once per instruction set, as every kernel file is.
-#include "kernels/attention.hpp"
-#include "kernels/rope_store.hpp"
-#include "kernels/rows.hpp"
 #include "kernels/table.hpp"
 
 namespace bifolio::BIFOLIO_ISA {
 
 extern const KernelTable kTable;
 const KernelTable kTable = {
-    .gather = gather,
-    .rope_store = rope_store,
     .attention = attention,
     .attention_workspace = attention_workspace,
+    .embedding = embedding,
+    .gather = gather,
+    .linear = linear,
+    .linear_workspace = linear_workspace,
+    .pack = pack,
+    .rope_store = rope_store,
 };
 
 }  // namespace bifolio::BIFOLIO_ISA

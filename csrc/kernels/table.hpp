@@ -4,6 +4,8 @@
 #pragma once
 
 #include "kernels/attention.hpp"
+#include "kernels/linear/linear.hpp"
+#include "kernels/linear/pack.hpp"
 #include "kernels/rope_store.hpp"
 #include "kernels/rows.hpp"
 #include "runtime/parallel.hpp"
@@ -13,10 +15,14 @@ namespace bifolio {
 enum class Isa;
 
 struct KernelTable {
-  Kernel<GatherArgs> gather;
-  Kernel<RopeStoreArgs> rope_store;
   Kernel<AttentionArgs> attention;
   WorkspaceSize<AttentionArgs> attention_workspace;
+  Kernel<EmbeddingArgs> embedding;
+  Kernel<GatherArgs> gather;
+  Kernel<LinearArgs> linear;
+  WorkspaceSize<LinearArgs> linear_workspace;
+  Kernel<PackArgs> pack;
+  Kernel<RopeStoreArgs> rope_store;
 };
 
 // The table of an instruction set that supported_isas() names.

@@ -20,6 +20,10 @@ using WorkspaceSize = int64_t (*)(const Args&, const ThreadPool&);
 class TileCursor;
 int64_t next_tile(TileCursor& cursor) noexcept;  // below 0: none left
 
+// Takes tiles begin … end - 1, many at first and one in the end; false: none left. For tiles that
+// are short beside the cost of taking one, or that lie behind each other in memory.
+bool next_tiles(TileCursor& cursor, int64_t& begin, int64_t& end) noexcept;
+
 using SectionFn = void (*)(const void* body, TileCursor& cursor, int thread);
 
 // Calls fn once on each thread that joins (the caller is thread 0 and always joins), returns when

@@ -17,6 +17,7 @@ class Runtime {
       : isa_(choose_isa(isa)), kernels_(kernel_table(isa_)), pool_(threads) {}
 
   Isa isa() const noexcept { return isa_; }
+  const KernelTable& kernels() const noexcept { return kernels_; }
   ThreadPool& pool() noexcept { return pool_; }
 
   template <class Args>

@@ -41,6 +41,10 @@ bool spin_until(const Ready& ready) noexcept {
 
 int64_t next_tile(TileCursor& cursor) noexcept { return cursor.next(); }
 
+bool next_tiles(TileCursor& cursor, int64_t& begin, int64_t& end) noexcept {
+  return cursor.next_range(begin, end);
+}
+
 void run_section(ThreadPool& pool, int64_t tiles, SectionFn fn, const void* body) noexcept {
   pool.run(tiles, fn, body);
 }
@@ -63,7 +67,7 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::run(int64_t tiles, SectionFn fn, const void* body) noexcept {
   if (tiles <= 0) return;
-  cursor_.reset(tiles);
+  cursor_.reset(tiles, threads());
   if (tiles == 1 || workers_.empty()) {
     fn(body, cursor_, 0);
     return;

@@ -14,18 +14,31 @@ inline constexpr std::size_t kCacheLine = 64;
 
 class TileCursor {
  public:
-  void reset(int64_t tiles) noexcept {
+  void reset(int64_t tiles, int threads) noexcept {
     tiles_ = tiles;
+    share_ = 2 * threads;
     next_.store(0, std::memory_order_relaxed);
   }
+
   int64_t next() noexcept {
     const int64_t tile = next_.fetch_add(1, std::memory_order_relaxed);
     return tile < tiles_ ? tile : -1;
   }
 
+  bool next_range(int64_t& begin, int64_t& end) noexcept {
+    begin = next_.load(std::memory_order_relaxed);
+    do {
+      if (begin >= tiles_) return false;
+      const int64_t take = (tiles_ - begin) / share_;
+      end = begin + (take > 1 ? take : 1);
+    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+    return true;
+  }
+
  private:
   alignas(kCacheLine) std::atomic<int64_t> next_{0};
   int64_t tiles_ = 0;
+  int64_t share_ = 1;  // a range is this part of what is left
 };
 
 // One thread at a time may call run(). A section is open between its publication and the moment

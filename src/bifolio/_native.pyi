@@ -76,3 +76,42 @@ class Runtime:
         window: int,
         scale: float,
     ) -> None: ...
+    def pack(
+        self,
+        layout: WeightLayout,
+        codes: int,
+        scales: int,
+        offsets: int,
+        scale_stride: int,
+        packed: int,
+    ) -> None: ...
+    def embedding(self, layout: WeightLayout, packed: int, ids: int, y: int, t: int) -> None: ...
+    def linear(
+        self,
+        layout: WeightLayout,
+        packed: int,
+        x: int,
+        gain: int,
+        bias: int,
+        residual: int,
+        y: int,
+        workspace: int,
+        t: int,
+        eps: float,
+        gated: bool,
+    ) -> None: ...
+    def linear_workspace(self, layout: WeightLayout, t: int, gated: bool) -> int: ...
+
+class WeightLayout:
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        group: int,
+        codes: str,
+        scales: str,
+        offsets: bool,
+        int8_activations: bool,
+    ) -> None: ...
+    @property
+    def packed_bytes(self) -> int: ...

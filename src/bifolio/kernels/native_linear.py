@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from bifolio.formats import Number, Scaling, WeightFormat
 from bifolio.kernels.arena import Arena
+from bifolio.kernels.ops import Norm, Weight
+from bifolio.kernels.tensor import QuantTensor
 
 if TYPE_CHECKING:
     from bifolio import _native
+
+_FP8_BLOCK_GROUP = 128
+_ALIGN = 64
+_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWeight:
+    """A weight packed for the native kernels, with its bias [n] in float32."""
+
+    format: WeightFormat
+    n: int
+    k: int
+    layout: _native.WeightLayout
+    packed: Tensor
+    bias_n: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + (0 if self.bias_n is None else self.bias_n.nbytes)
 
 
 class LinearOps:
@@ -17,6 +42,71 @@ class LinearOps:
 
     _runtime: _native.Runtime
     _arena: Arena
+
+    def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> NativeWeight:
+        """Pack a weight; the QuantTensor is not kept."""
+        layout = _layout(weight)
+        packed = _aligned_bytes(layout.packed_bytes)
+        codes, scales, offsets = (
+            None if part is None else part.contiguous()
+            for part in (weight.codes, _spread_tensor_scale(weight), weight.offsets)
+        )
+        assert codes is not None
+        self._runtime.pack(
+            layout=layout,
+            codes=codes.data_ptr(),
+            scales=_address(scales),
+            offsets=_address(offsets),
+            scale_stride=1 if scales is None or scales.dim() == 1 else scales.shape[1],
+            packed=packed.data_ptr(),
+        )
+        bias = None if bias_n is None else bias_n.to(torch.float32).contiguous()
+        return NativeWeight(weight.format, weight.n, weight.k, layout, packed, bias)
+
+    def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
+        own = _own(table)
+        y = self._arena.take(ids_t.shape[0], own.k)
+        self._runtime.embedding(
+            layout=own.layout,
+            packed=own.packed.data_ptr(),
+            ids=ids_t.data_ptr(),
+            y=y.data_ptr(),
+            t=ids_t.shape[0],
+        )
+        return y
+
+    def linear(
+        self,
+        x_tk: Tensor,
+        weight: Weight,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        residual_tn: Tensor | None = None,
+    ) -> Tensor:
+        own = _own(weight)
+        t = x_tk.shape[0]
+        assert x_tk.shape[1] == own.k * (2 if gated else 1), (x_tk.shape, own.k, gated)
+        assert x_tk.is_contiguous() and not (gated and norm)
+        assert residual_tn is None or residual_tn.is_contiguous()
+        y = self._arena.take(t, own.n)
+        workspace = self._arena.take(
+            self._runtime.linear_workspace(own.layout, t, gated), dtype=torch.uint8
+        )
+        self._runtime.linear(
+            layout=own.layout,
+            packed=own.packed.data_ptr(),
+            x=x_tk.data_ptr(),
+            gain=0 if norm is None else norm.gain_h.data_ptr(),
+            bias=_address(own.bias_n),
+            residual=_address(residual_tn),
+            y=y.data_ptr(),
+            workspace=workspace.data_ptr(),
+            t=t,
+            eps=0.0 if norm is None else norm.eps,
+            gated=gated,
+        )
+        return y
 
     def gather(self, x_th: Tensor, index_l: Tensor) -> Tensor:
         y = self._arena.take(index_l.shape[0], x_th.shape[1])
@@ -29,3 +119,51 @@ class LinearOps:
             ldx=x_th.stride(0),
         )
         return y
+
+
+def _layout(weight: QuantTensor) -> _native.WeightLayout:
+    from bifolio import _native
+
+    fmt = weight.format
+    match fmt.scaling:
+        case Scaling.NONE:
+            scales = "none"
+        case Scaling.BLOCK:
+            scales = "block"
+        case _ if fmt.number is Number.FP8:
+            scales = "fp32"
+        case _:
+            assert weight.scales is not None
+            scales = _HALVES[weight.scales.dtype]
+    return _native.WeightLayout(
+        n=weight.n,
+        k=weight.k,
+        group=_FP8_BLOCK_GROUP if fmt.scaling is Scaling.BLOCK else fmt.group,
+        codes=str(fmt.number),
+        scales=scales,
+        offsets=fmt.zero_points,
+        int8_activations=fmt.int8_activations,
+    )
+
+
+def _spread_tensor_scale(weight: QuantTensor) -> Tensor | None:
+    """Scales as the packer reads them: one for a whole tensor becomes one per channel."""
+    if weight.format.scaling is Scaling.TENSOR:
+        assert weight.scales is not None
+        return weight.scales.expand(weight.n)
+    return weight.scales
+
+
+def _aligned_bytes(count: int) -> Tensor:
+    raw = torch.empty(count + _ALIGN, dtype=torch.uint8)
+    start = -raw.data_ptr() % _ALIGN
+    return raw[start : start + count]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _own(weight: Weight) -> NativeWeight:
+    assert isinstance(weight, NativeWeight), "a weight prepared by another kernel set"
+    return weight

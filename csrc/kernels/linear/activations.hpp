@@ -1,0 +1,28 @@
+// What comes before the product: RMSNorm or silu(gate) * up, rounding, and the layout of RowBlock.
+#pragma once
+
+#include "kernels/linear/linear.hpp"
+#include "kernels/linear/multiply.hpp"
+
+namespace bifolio::BIFOLIO_ISA {
+
+// Sizes of one weight's packed activations.
+struct RowShape {
+  explicit RowShape(const WeightLayout& layout);
+
+  int64_t k_padded;   // numbers of a row
+  int64_t words;      // 32-bit words of a row
+  int64_t sums;       // groups whose sums are needed, or 0
+  int64_t block_bytes(int64_t rows) const;
+  int64_t temporary_bytes() const;  // of pack_block, aligned to 64
+};
+
+// Packs rows first … first + count - 1 of x (count <= rows) as a block of `rows` rows, the rest
+// zeros. `temporary` belongs to the calling thread.
+RowBlock pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, int64_t count,
+                    int64_t rows, uint8_t* block, uint8_t* temporary);
+
+// The view of a block that pack_block wrote.
+RowBlock view_block(const RowShape& shape, int64_t rows, const uint8_t* block);
+
+}  // namespace bifolio::BIFOLIO_ISA

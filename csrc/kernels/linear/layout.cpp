@@ -1,0 +1,52 @@
+#include "kernels/linear/layout.hpp"
+
+namespace bifolio {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+int64_t WeightLayout::panels() const noexcept { return ceil_div(n, kPanel); }
+
+int64_t WeightLayout::groups() const noexcept { return group ? ceil_div(k, group) : 1; }
+
+int64_t WeightLayout::group_quads() const noexcept {
+  return group ? group / kQuad : ceil_div(k, kQuad);
+}
+
+int64_t WeightLayout::quads() const noexcept { return groups() * group_quads(); }
+
+int64_t WeightLayout::scale_bytes() const noexcept {
+  switch (scales) {
+    case Scales::none: return 0;
+    case Scales::fp16:
+    case Scales::bf16: return kPanel * 2;
+    case Scales::fp32: return kPanel * 4;
+    case Scales::block: return kPanel / 2 * 4;
+  }
+  return 0;
+}
+
+int64_t WeightLayout::header_bytes() const noexcept { return scale_bytes() * (offsets ? 2 : 1); }
+
+int64_t WeightLayout::quad_bytes() const noexcept {
+  switch (codes) {
+    case Codes::fp32: return kPanel * kQuad * 4;
+    case Codes::bf16: return kPanel * kQuad * 2;
+    case Codes::fp8:
+    case Codes::int8: return kPanel * kQuad;
+    case Codes::int4: return kPanel * kQuad / 2;
+  }
+  return 0;
+}
+
+int64_t WeightLayout::group_bytes() const noexcept {
+  return header_bytes() + group_quads() * quad_bytes();
+}
+
+int64_t WeightLayout::panel_bytes() const noexcept { return groups() * group_bytes(); }
+
+int64_t WeightLayout::packed_bytes() const noexcept { return panels() * panel_bytes(); }
+
+}  // namespace bifolio

@@ -1,0 +1,185 @@
+#include "kernels/linear/linear.hpp"
+
+#include "kernels/linear/activations.hpp"
+#include "kernels/linear/multiply.hpp"
+
+namespace bifolio::BIFOLIO_ISA {
+namespace {
+
+// Activations of a row group stay in the second-level cache while panels pass by.
+constexpr int64_t kRowGroupBytes = 384 << 10;
+constexpr int64_t kTilesPerThread = 4;
+
+// Numbers of activations that every thread prepares for itself rather than wait for the others.
+constexpr int64_t kOwnPrologue = 4096;
+constexpr int64_t kGateCost = 4;  // of an exponential, in plain numbers
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Index in kBlockRows of the smallest block that holds `rows` rows.
+int block_size(int64_t rows) {
+  int size = 0;
+  while (kBlockRows[size] < rows) ++size;
+  return size;
+}
+
+MultiplyFn choose(const WeightLayout& layout, int size) {
+  switch (layout.codes) {
+    case Codes::fp32:
+    case Codes::bf16: return multiply_float(layout, size);
+    case Codes::fp8: return multiply_fp8(layout, size);
+    case Codes::int8: return multiply_int8(layout, size);
+    case Codes::int4: return multiply_int4(layout, size);
+  }
+  return nullptr;
+}
+
+// How t rows are cut into blocks of nearly equal size.
+struct Cut {
+  Cut(const WeightLayout& layout, int64_t t, bool gated)
+      : shape(layout),
+        blocks(ceil_div(t, kMaxRows)),
+        size(block_size(ceil_div(t, blocks))),
+        rows(kBlockRows[size]),
+        block_bytes(shape.block_bytes(rows)),
+        own_prologue(blocks == 1 && t * layout.k * (gated ? kGateCost : 1) <= kOwnPrologue) {
+    blocks = ceil_div(t, rows);
+    last_size = block_size(t - (blocks - 1) * rows);
+  }
+
+  int64_t packed_bytes() const { return blocks * block_bytes; }
+
+  RowShape shape;
+  int64_t blocks;
+  int size, last_size;
+  int64_t rows;
+  int64_t block_bytes;
+  bool own_prologue;
+};
+
+class Product {
+ public:
+  Product(const LinearArgs& args, const Cut& cut)
+      : a_(args),
+        cut_(cut),
+        panels_(args.layout.panels()),
+        panel_bytes_(args.layout.panel_bytes()),
+        whole_(choose(args.layout, cut.size)),
+        last_(choose(args.layout, cut.last_size)) {}
+
+  void pack(int64_t block, uint8_t* packed, uint8_t* temporary) const {
+    const int64_t first = block * cut_.rows;
+    pack_block(a_, cut_.shape, first, least(cut_.rows, a_.t - first), rows_of(block),
+               packed + block * cut_.block_bytes, temporary);
+  }
+
+  // Blocks begin … end - 1 against one panel.
+  void multiply(int64_t panel, int64_t begin, int64_t end, const uint8_t* packed) const {
+    const uint8_t* weights = a_.packed + panel * panel_bytes_;
+    alignas(64) float out[kMaxRows * kPanel];
+    for (int64_t block = begin; block < end; ++block) {
+      const RowBlock rows =
+          view_block(cut_.shape, rows_of(block), packed + block * cut_.block_bytes);
+      (block + 1 < cut_.blocks ? whole_ : last_)(a_.layout, weights, rows, out);
+      finish(panel, block, rows, out);
+    }
+  }
+
+ private:
+  int64_t rows_of(int64_t block) const {
+    return kBlockRows[block + 1 < cut_.blocks ? cut_.size : cut_.last_size];
+  }
+
+  // y = residual + (out * scale + bias), in this order for whole and partial panels alike.
+  void finish(int64_t panel, int64_t block, const RowBlock& rows, float* out) const {
+    const int64_t n = a_.layout.n;
+    const int64_t channel = panel * kPanel;
+    const int64_t width = least(kPanel, n - channel);
+    const int64_t first = block * cut_.rows;
+    const int64_t count = least(cut_.rows, a_.t - first);
+    for (int64_t r = 0; r < count; ++r, out += kPanel) {
+      const int64_t at = (first + r) * n + channel;
+      if (a_.layout.int8_activations) {
+        for (int64_t c = 0; c < kPanel; ++c) out[c] *= rows.scales[r];
+      }
+      if (width == kPanel) {
+        add_and_store(out, at, channel, kPanel);
+      } else {
+        add_and_store(out, at, channel, width);
+      }
+    }
+  }
+
+  inline void add_and_store(float* out, int64_t at, int64_t channel, int64_t width) const {
+    if (a_.bias) {
+      for (int64_t c = 0; c < width; ++c) out[c] += a_.bias[channel + c];
+    }
+    if (a_.residual) {
+      for (int64_t c = 0; c < width; ++c) out[c] += a_.residual[at + c];
+    }
+    std::memcpy(a_.y + at, out, static_cast<std::size_t>(width) * sizeof(float));
+  }
+
+  const LinearArgs& a_;
+  const Cut& cut_;
+  int64_t panels_, panel_bytes_;
+  MultiplyFn whole_, last_;
+};
+
+// Few rows: no barrier between activations and product.
+void run_alone(const LinearArgs& a, const Cut& cut, const Product& product, ThreadPool& pool) {
+  const int64_t bytes = cut.packed_bytes() + cut.shape.temporary_bytes();
+  parallel_section(pool, a.layout.panels(), [&](TileCursor& cursor, int thread) {
+    uint8_t* packed = a.workspace + thread * bytes;
+    int64_t begin, end;
+    if (!next_tiles(cursor, begin, end)) return;
+    product.pack(0, packed, packed + cut.packed_bytes());
+    do {
+      for (int64_t panel = begin; panel < end; ++panel) product.multiply(panel, 0, 1, packed);
+    } while (next_tiles(cursor, begin, end));
+  });
+}
+
+void run_shared(const LinearArgs& a, const Cut& cut, const Product& product, ThreadPool& pool) {
+  uint8_t* temporary = a.workspace + cut.packed_bytes();
+  parallel_for(pool, cut.blocks, [&](int64_t block, int thread) {
+    product.pack(block, a.workspace, temporary + thread * cut.shape.temporary_bytes());
+  });
+  const int64_t panels = a.layout.panels();
+  const int64_t wanted = ceil_div(kTilesPerThread * thread_count(pool), panels);
+  const int64_t step = most(1, least(ceil_div(cut.blocks, wanted), kRowGroupBytes / cut.block_bytes));
+  const int64_t groups = ceil_div(cut.blocks, step);
+  parallel_section(pool, groups * panels, [&](TileCursor& cursor, int) {
+    for (int64_t begin, end; next_tiles(cursor, begin, end);) {
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const int64_t first = tile / panels * step;
+        product.multiply(tile % panels, first, least(first + step, cut.blocks), a.workspace);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+int64_t linear_workspace(const LinearArgs& a, const ThreadPool& pool) {
+  if (a.t == 0) return 0;
+  const Cut cut(a.layout, a.t, a.gated);
+  const int64_t threads = thread_count(pool);
+  return cut.packed_bytes() * (cut.own_prologue ? threads : 1) +
+         cut.shape.temporary_bytes() * threads;
+}
+
+void linear(const LinearArgs& a, ThreadPool& pool) {
+  if (a.t == 0) return;
+  const Cut cut(a.layout, a.t, a.gated);
+  const Product product(a, cut);
+  if (cut.own_prologue) {
+    run_alone(a, cut, product, pool);
+  } else {
+    run_shared(a, cut, product, pool);
+  }
+}
+
+}  // namespace bifolio::BIFOLIO_ISA

@@ -1,0 +1,31 @@
+// y = f(x) Wᵀ + bias + residual for one row to thousands, from one packed weight.
+//
+// A row's bits depend on the row and the weight alone: each output is one chain of sums along k,
+// group after group, whatever the number of rows, tiles or threads.
+#pragma once
+
+#include "kernels/declare.hpp"
+#include "kernels/linear/layout.hpp"
+
+namespace bifolio {
+
+struct LinearArgs {
+  WeightLayout layout;
+  const uint8_t* packed;
+  const float* x;         // [t, k], or with `gated` [t, 2k]: gates, then ups
+  const float* gain;      // [k]: RMSNorm before the product; nullptr: none
+  const float* bias;      // [n] or nullptr
+  const float* residual;  // [t, n] or nullptr
+  float* y;               // [t, n]
+  uint8_t* workspace;     // linear_workspace bytes, aligned to 64
+  int64_t t;
+  float eps;
+  bool gated;
+};
+
+BIFOLIO_DECLARE(linear, LinearArgs)
+
+// Looks at layout, t and gated.
+BIFOLIO_DECLARE_SIZE(linear_workspace, LinearArgs)
+
+}  // namespace bifolio

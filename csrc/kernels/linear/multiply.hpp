@@ -1,0 +1,157 @@
+// The inner kernel: R rows against one panel of 32 channels, over all of k.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/linear/codes.hpp"
+#include "kernels/linear/layout.hpp"
+
+namespace bifolio::BIFOLIO_ISA {
+
+// Rows that meet a panel together; between the numbers, the next larger kernel runs with zeros.
+// The sums of the largest must leave registers for a line of weights.
+#if defined(__AVX512F__)
+#define BIFOLIO_BLOCK_ROWS 1, 2, 3, 4, 6, 8, 10, 12
+#elif defined(__AVX2__)
+#define BIFOLIO_BLOCK_ROWS 1, 2
+#else
+#define BIFOLIO_BLOCK_ROWS 1
+#endif
+inline constexpr int kBlockRows[] = {BIFOLIO_BLOCK_ROWS};
+inline constexpr int kBlockSizes = sizeof kBlockRows / sizeof kBlockRows[0];
+inline constexpr int kMaxRows = kBlockRows[kBlockSizes - 1];
+
+// Activations of R rows, ready for the product: words interleaved by row.
+struct RowBlock {
+  const int32_t* words;   // [quads][words of a quad][R]
+  const int32_t* sums;    // [groups][R]: where the format corrects by sums of activations
+  const float* scales;    // [R]: of int8 activations
+};
+
+using MultiplyFn = void (*)(const WeightLayout& layout, const uint8_t* panel, const RowBlock& rows,
+                            float* out);  // [R][32]
+
+struct NoScales {
+  static constexpr bool kOffsets = false;
+  explicit NoScales(const WeightLayout&) {}
+  void scales(const uint8_t*, Lanes (&)[kVectors]) const {}
+};
+
+template <bool kWithOffsets>
+struct HalfScales {
+  static constexpr bool kOffsets = kWithOffsets;
+  explicit HalfScales(const WeightLayout& layout) : bf16(layout.scales == Scales::bf16) {}
+  void scales(const uint8_t* header, Lanes (&s)[kVectors]) const {
+    for (int v = 0; v < kVectors; ++v) {
+      const uint8_t* p = header + 2 * v * kLanes;
+      s[v] = bf16 ? load_bf16(p) : load_fp16(p);
+    }
+  }
+  void offsets(const uint8_t* header, Lanes (&s)[kVectors]) const {
+    scales(header + 2 * kPanel, s);
+  }
+  bool bf16;
+};
+
+struct FullScales {
+  static constexpr bool kOffsets = false;
+  explicit FullScales(const WeightLayout&) {}
+  void scales(const uint8_t* header, Lanes (&s)[kVectors]) const {
+    for (int v = 0; v < kVectors; ++v) {
+      s[v] = load(reinterpret_cast<const float*>(header) + v * kLanes);
+    }
+  }
+};
+
+struct BlockScale {
+  static constexpr bool kOffsets = false;
+  explicit BlockScale(const WeightLayout&) {}
+  void scales(const uint8_t* header, Lanes (&s)[kVectors]) const {
+    const Lanes one = load(reinterpret_cast<const float*>(header));
+    for (int v = 0; v < kVectors; ++v) s[v] = one;
+  }
+};
+
+inline Lanes to_float(Lanes x) { return x; }
+inline Lanes to_float(IntLanes x) { return __builtin_convertvector(x, Lanes); }
+
+// What the sums of a group start from. Codes that meet int8 activations are unsigned, zero * Σx
+// too large; RowBlock::sums holds the correction, -zero * Σx.
+template <class Codes, class Header, int R>
+inline void start_sums(const int32_t* group_sums, typename Codes::Sum (&sums)[R][kVectors]) {
+  constexpr bool kCorrected = std::is_same_v<typename Codes::Sum, IntLanes> && !Header::kOffsets;
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kCorrected) {
+        sums[r][v] = splat(group_sums[r]);
+      } else {
+        sums[r][v] = typename Codes::Sum{};
+      }
+    }
+  }
+}
+
+template <class Codes, class Header, int R>
+void multiply(const WeightLayout& layout, const uint8_t* panel, const RowBlock& rows, float* out) {
+  const Codes codes(layout);
+  const Header header(layout);
+  const int64_t groups = layout.groups();
+  const int64_t group_quads = layout.group_quads();
+  const int64_t header_bytes = layout.header_bytes();
+  const int32_t* x = rows.words;
+  const int32_t* group_sums = rows.sums;
+  Lanes total[R][kVectors] = {};
+  for (int64_t group = 0; group < groups; ++group, group_sums += R) {
+    const uint8_t* head = panel;
+    panel += header_bytes;
+    typename Codes::Sum sums[R][kVectors];
+    start_sums<Codes, Header, R>(group_sums, sums);
+    for (int64_t q = 0; q < group_quads; ++q) {
+      codes.template quad<R>(panel, x, sums);
+      panel += Codes::kLine;
+      x += Codes::kWords * R;
+    }
+    if constexpr (std::is_same_v<Header, NoScales>) {
+      for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < kVectors; ++v) total[r][v] = to_float(sums[r][v]);
+      }
+    } else {
+      Lanes s[kVectors];
+      header.scales(head, s);
+      for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < kVectors; ++v) {
+          total[r][v] = fma(s[v], to_float(sums[r][v]), total[r][v]);
+        }
+      }
+    }
+    if constexpr (Header::kOffsets) {
+      Lanes o[kVectors];
+      header.offsets(head, o);
+      for (int r = 0; r < R; ++r) {
+        const Lanes sum = splat(__builtin_bit_cast(float, group_sums[r]));
+        for (int v = 0; v < kVectors; ++v) total[r][v] = fma(o[v], sum, total[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(out + r * kPanel + v * kLanes, total[r][v]);
+  }
+}
+
+template <class Codes, class Header, int... R>
+struct MultiplyTable {
+  static constexpr MultiplyFn kFunctions[] = {multiply<Codes, Header, R>...};
+};
+
+// The kernel of the `size`-th entry of kBlockRows.
+template <class Codes, class Header>
+inline MultiplyFn multiply_function(int size) {
+  return MultiplyTable<Codes, Header, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
+}
+
+MultiplyFn multiply_float(const WeightLayout& layout, int size);
+MultiplyFn multiply_fp8(const WeightLayout& layout, int size);
+MultiplyFn multiply_int8(const WeightLayout& layout, int size);
+MultiplyFn multiply_int4(const WeightLayout& layout, int size);
+
+}  // namespace bifolio::BIFOLIO_ISA

@@ -1,0 +1,185 @@
+#include "kernels/linear/pack.hpp"
+
+#include <cstring>
+
+#include "kernels/fp8.hpp"
+
+namespace bifolio::BIFOLIO_ISA {
+namespace {
+
+constexpr int64_t kHalf = kPanel / 2;
+
+// Four inputs of one channel from canonical rows; what lies beyond n or k is zero.
+template <class Code>
+struct Rows {
+  const uint8_t* codes;
+  int64_t n, k;
+
+  void quad(int64_t channel, int64_t input, Code (&out)[kQuad]) const {
+    std::memset(out, 0, sizeof out);
+    if (channel >= n || input >= k) return;
+    const int64_t count = k - input < kQuad ? k - input : kQuad;
+    const uint8_t* row = codes + channel * k * static_cast<int64_t>(sizeof(Code));
+    std::memcpy(out, row + input * static_cast<int64_t>(sizeof(Code)),
+                static_cast<std::size_t>(count) * sizeof(Code));
+  }
+};
+
+// The same for nibbles: a 32-bit word with one code in each byte.
+uint32_t nibble_quad(const PackArgs& a, int64_t channel, int64_t input) {
+  if (channel >= a.layout.n || input >= a.layout.k) return 0;
+  const int64_t row_bytes = (a.layout.k + 1) / 2;
+  const int64_t left = a.layout.k - input;
+  const uint8_t* p = a.codes + channel * row_bytes + input / 2;
+  const uint32_t low = left > 1 ? p[0] : p[0] & 15U;
+  const uint32_t high = left > 3 ? p[1] : left > 2 ? p[1] & 15U : 0U;
+  return (low & 15U) | (low >> 4) << 8 | (high & 15U) << 16 | (high >> 4) << 24;
+}
+
+void pack_int4(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
+  for (int64_t c = 0; c < kHalf; ++c) {
+    const uint32_t word = nibble_quad(a, channel + c, input) |
+                          nibble_quad(a, channel + c + kHalf, input) << 4;
+    std::memcpy(line + 4 * c, &word, 4);
+  }
+}
+
+void pack_bytes(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
+  const Rows<uint8_t> rows{a.codes, a.layout.n, a.layout.k};
+  const uint8_t flip = a.layout.int8_activations ? 0x80 : 0;
+  for (int64_t c = 0; c < kPanel; ++c) {
+    uint8_t quad[kQuad];
+    rows.quad(channel + c, input, quad);
+    for (int64_t j = 0; j < kQuad; ++j) line[4 * c + j] = quad[j] ^ flip;
+  }
+}
+
+void pack_bf16(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
+  const Rows<uint16_t> rows{a.codes, a.layout.n, a.layout.k};
+  auto* out = reinterpret_cast<uint16_t*>(line);
+  for (int64_t c = 0; c < kPanel; ++c) {
+    uint16_t quad[kQuad];
+    rows.quad(channel + c, input, quad);
+    for (int64_t j = 0; j < kQuad; ++j) out[(j % 2) * 2 * kPanel + 2 * c + j / 2] = quad[j];
+  }
+}
+
+void pack_fp32(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
+  const Rows<float> rows{a.codes, a.layout.n, a.layout.k};
+  auto* out = reinterpret_cast<float*>(line);
+  for (int64_t c = 0; c < kPanel; ++c) {
+    float quad[kQuad];
+    rows.quad(channel + c, input, quad);
+    for (int64_t j = 0; j < kQuad; ++j) out[j * kPanel + c] = quad[j];
+  }
+}
+
+// One group's scales (or offsets) of a panel. Channels beyond n get the bytes of zero.
+void pack_scales(const PackArgs& a, const uint8_t* source, int64_t panel, int64_t group,
+                 uint8_t* header) {
+  const bool block = a.layout.scales == Scales::block;
+  const int64_t size = block || a.layout.scales == Scales::fp32 ? 4 : 2;
+  const int64_t count = a.layout.scale_bytes() / size;
+  std::memset(header, 0, static_cast<std::size_t>(a.layout.scale_bytes()));
+  for (int64_t c = 0; c < count; ++c) {
+    const int64_t channel = panel * kPanel + c;
+    if (!block && channel >= a.layout.n) return;
+    const int64_t row = block ? panel * kPanel / kBlock : channel;
+    std::memcpy(header + c * size, source + (row * a.scale_stride + group) * size,
+                static_cast<std::size_t>(size));
+  }
+}
+
+void pack_panel(const PackArgs& a, int64_t panel) {
+  const WeightLayout& layout = a.layout;
+  const int64_t quads = layout.group_quads();
+  const int64_t line_bytes = layout.quad_bytes();
+  uint8_t* out = a.packed + panel * layout.panel_bytes();
+  for (int64_t group = 0; group < layout.groups(); ++group) {
+    if (a.scales) pack_scales(a, a.scales, panel, group, out);
+    if (a.offsets) pack_scales(a, a.offsets, panel, group, out + layout.scale_bytes());
+    out += layout.header_bytes();
+    for (int64_t q = 0; q < quads; ++q, out += line_bytes) {
+      const int64_t input = (group * quads + q) * kQuad;
+      switch (layout.codes) {
+        case Codes::int4: pack_int4(a, panel * kPanel, input, out); break;
+        case Codes::int8:
+        case Codes::fp8: pack_bytes(a, panel * kPanel, input, out); break;
+        case Codes::bf16: pack_bf16(a, panel * kPanel, input, out); break;
+        case Codes::fp32: pack_fp32(a, panel * kPanel, input, out); break;
+      }
+    }
+  }
+}
+
+float read_scale(const WeightLayout& layout, const uint8_t* header, int64_t channel) {
+  uint16_t half;
+  float full;
+  switch (layout.scales) {
+    case Scales::none: return 1.0F;
+    case Scales::fp16:
+      std::memcpy(&half, header + 2 * channel, 2);
+      return float_from_half(half);
+    case Scales::bf16:
+      std::memcpy(&half, header + 2 * channel, 2);
+      return float_from_bf16(half);
+    case Scales::fp32: std::memcpy(&full, header + 4 * channel, 4); return full;
+    case Scales::block: std::memcpy(&full, header, 4); return full;
+  }
+  return 1.0F;
+}
+
+// The code of input j of a quad, as a number.
+float read_code(const WeightLayout& layout, const uint8_t* line, int64_t c, int64_t j) {
+  uint16_t half;
+  float full;
+  switch (layout.codes) {
+    case Codes::int4: {
+      const int nibble = line[4 * (c % kHalf) + j] >> (c / kHalf * 4) & 15;
+      return static_cast<float>(layout.offsets ? nibble : nibble - 8);
+    }
+    case Codes::int8: {
+      const uint8_t flip = layout.int8_activations ? 0x80 : 0;
+      return static_cast<float>(static_cast<int8_t>(line[4 * c + j] ^ flip));
+    }
+    case Codes::fp8: return float_from_e4m3(line[4 * c + j]);
+    case Codes::bf16:
+      std::memcpy(&half, line + 2 * ((j % 2) * 2 * kPanel + 2 * c + j / 2), 2);
+      return float_from_bf16(half);
+    case Codes::fp32: std::memcpy(&full, line + 4 * (j * kPanel + c), 4); return full;
+  }
+  return 0.0F;
+}
+
+void read_row(const EmbeddingArgs& a, int64_t channel, float* y) {
+  const WeightLayout& layout = a.layout;
+  const int64_t c = channel % kPanel;
+  const int64_t quads = layout.group_quads();
+  const int64_t line_bytes = layout.quad_bytes();
+  const uint8_t* p = a.packed + channel / kPanel * layout.panel_bytes();
+  for (int64_t group = 0; group < layout.groups(); ++group) {
+    const float scale = read_scale(layout, p, c);
+    const float offset = layout.offsets ? read_scale(layout, p + layout.scale_bytes(), c) : 0.0F;
+    p += layout.header_bytes();
+    for (int64_t q = 0; q < quads; ++q, p += line_bytes) {
+      const int64_t input = (group * quads + q) * kQuad;
+      for (int64_t j = 0; j < kQuad && input + j < layout.k; ++j) {
+        const float value = read_code(layout, p, c, j) * scale;
+        y[input + j] = layout.offsets ? value + offset : value;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void pack(const PackArgs& a, ThreadPool& pool) {
+  parallel_for(pool, a.layout.panels(), [&](int64_t panel, int) { pack_panel(a, panel); });
+}
+
+void embedding(const EmbeddingArgs& a, ThreadPool& pool) {
+  parallel_for(pool, a.t,
+               [&](int64_t t, int) { read_row(a, a.ids[t], a.y + t * a.layout.k); });
+}
+
+}  // namespace bifolio::BIFOLIO_ISA
