@@ -180,7 +180,7 @@ class _Reader:
         if item == _STRING:
             return [self._string() for _ in range(count)]
         if item == _ARRAY:
-            return [self._value(_ARRAY) for _ in range(count)]
+            raise UnsupportedError(f"{self._path}: metadata holds arrays of arrays")
         code = self._scalar(item)
         values = self._take(struct.calcsize(code) * count)
         return list(struct.unpack(f"<{count}{code[1]}", values))
