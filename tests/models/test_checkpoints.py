@@ -254,7 +254,7 @@ def test_equal_phases_share_one_model_and_unequal_ones_what_is_equal(tmp_path: P
     assert two.nbytes == one.nbytes + layers
 
 
-def test_the_identity_tells_weights_apart_and_not_their_files(tmp_path: Path) -> None:
+def test_the_identity_tells_numbers_apart_and_not_files(tmp_path: Path) -> None:
     folders = [
         write_model(tmp_path / "a", CONFIG, tokenizer=False),
         write_model(tmp_path / "b", CONFIG, shards=4, tokenizer=False),
@@ -263,6 +263,10 @@ def test_the_identity_tells_weights_apart_and_not_their_files(tmp_path: Path) ->
     first, same, other = (load(folder).identity for folder in folders)
     assert first == same != other
     assert first == load(folders[0], "bf16/fp32").identity
+    edit_json(folders[0] / "config.json", eos_token_id=9)
+    assert first == load(folders[0]).identity
+    edit_json(folders[0] / "config.json", rope_parameters={"rope_theta": 5e5})
+    assert first != load(folders[0]).identity
 
 
 def test_progress_counts_every_weight_once_per_format(tmp_path: Path) -> None:

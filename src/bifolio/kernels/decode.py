@@ -24,8 +24,8 @@ def decode(weight: QuantTensor) -> Tensor:
 
 def unpack_int4(codes: Tensor, k: int) -> Tensor:
     """Codes 0 … 15 of uint8 [n, ceil(k / 2)], low nibble first: uint8 [n, k]."""
-    pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
-    return pairs.reshape(codes.shape[0], -1)[:, :k]
+    pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    return pairs[:, :k]
 
 
 def _codes(weight: QuantTensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from bifolio.errors import CheckpointError
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.models.tensors import ModelTensors
+from bifolio.spec import ModelSpec
 
 _NAMES_SHOWN = 4
 _SAMPLE = 2048
@@ -37,14 +39,16 @@ class Checkpoint(Protocol):
         ...
 
 
-def identity(checkpoint: Checkpoint) -> str:
-    """Hex digest that tells weights apart: of names, shapes and sizes, and of three samples of
-    each tensor's bytes. It names a model; it does not prove that every byte is right.
+def identity(spec: ModelSpec, checkpoint: Checkpoint) -> str:
+    """Hex digest that tells models apart by what decides their numbers.
+
+    It covers the spec without its end tokens, names and sizes of the tensors, and three samples of
+    each one's bytes. It names a model; it does not prove that every byte is right.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr(replace(spec, stop_ids=(), bos_id=None)).encode())
     for name in sorted(checkpoint.shapes):
         raw = checkpoint.raw(name)
-        digest.update(f"{name}|{checkpoint.shapes[name]}|{raw.numel()}|".encode())
+        digest.update(f"{name}|{raw.numel()}|".encode())
         for start in (0, raw.numel() // 2, max(0, raw.numel() - _SAMPLE)):
             digest.update(raw[start : start + _SAMPLE].numpy().tobytes())
     return digest.hexdigest()

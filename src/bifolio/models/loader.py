@@ -87,7 +87,7 @@ def load_models(
         spec=spec,
         prefill=models[_weights_only(plan.prefill)],
         decode=models[_weights_only(plan.decode)],
-        identity=identity(checkpoint),
+        identity=identity(spec, checkpoint),
         nbytes=reader.nbytes + cos_sin.nbytes,
     )
 
