@@ -130,6 +130,47 @@ async def test_an_error_of_one_request_leaves_the_others_alone():
         await until(lambda: engine.stats.integrity_failures == 1)
 
 
+async def test_several_requests_are_read_as_one_and_one_of_them_may_be_ended():
+    async with running(Script(step_seconds=0.002)) as engine:
+        requests = [request(name, [10, 11, 12], ignore_eos=name == "c") for name in "abc"]
+        tokens, finished = {name: [] for name in "abc"}, set()
+        async with contextlib.aclosing(engine.generate(*requests)) as outputs:
+            async for output in outputs:
+                assert output.id not in finished
+                tokens[output.id] += output.tokens
+                if output.finish is not None:
+                    finished.add(output.id)
+                if output.id == "c" and len(tokens["c"]) >= 20:
+                    engine.abort("c")
+                    finished.add("c")
+        assert tokens["a"] == tokens["b"] == [10, 11, 12, 2]
+        assert len(tokens["c"]) >= 20
+        assert engine.open_requests == 0
+        await until(lambda: engine.stats.running == 0)
+
+
+async def test_the_refusal_of_one_request_ends_those_submitted_with_it():
+    async with running(Script(max_model_len=32, step_seconds=0.01)) as engine:
+        with pytest.raises(RequestError):
+            async for _ in engine.generate(request("a", [5]), request("b", [5] * 40)):
+                pass
+        assert engine.open_requests == 0
+        await until(lambda: engine.stats.running + engine.stats.waiting == 0)
+
+
+async def test_all_requests_can_be_ended_with_a_reason():
+    async with running(Script(step_seconds=0.01)) as engine:
+        jobs = [
+            asyncio.create_task(collect(engine, request(str(i), [5], ignore_eos=True)))
+            for i in range(3)
+        ]
+        await until(lambda: engine.stats.running == 3)
+        engine.abort_all("closing time")
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+        assert {str(result) for result in results} == {"closing time"}
+        await until(lambda: engine.stats.running == 0)
+
+
 async def test_leaving_a_request_frees_its_pages_within_a_step():
     async with running(Script(step_seconds=0.005)) as engine:
         endless = request("a", [5, 6], max_tokens=100_000, ignore_eos=True)

@@ -2,7 +2,7 @@
 
 One socket carries everything; the event loop reads it itself, so no thread stands between a step
 and the response that waits for it. All outputs of a step arrive as one message. A reader that is
-slower than the engine finds what came meanwhile joined to one output.
+slower than the engine finds what came meanwhile joined to one output per request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -54,29 +54,29 @@ _CLOSE_SECONDS = 5.0
 
 
 class _Mailbox:
-    """Outputs of one request that its reader has not taken yet, joined to one."""
+    """Outputs that their reader has not taken yet, joined to one for each request."""
 
-    __slots__ = ("_error", "_output", "_waiter")
+    __slots__ = ("_error", "_outputs", "_waiter", "open")
 
-    def __init__(self) -> None:
-        self._output: Output | None = None
+    def __init__(self, ids: Iterable[str]) -> None:
+        self.open = set(ids)
+        """Requests that the engine may still speak of."""
+        self._outputs: dict[str, Output] = {}
         self._error: BifolioError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: Output) -> None:
-        if self._output is None:
-            self._output = output
-        else:
-            self._output = _joined(self._output, output)
+        earlier = self._outputs.get(output.id)
+        self._outputs[output.id] = output if earlier is None else _joined(earlier, output)
         self._wake()
 
     def fail(self, error: BifolioError) -> None:
         self._error = error
         self._wake()
 
-    async def take(self) -> Output:
-        """Wait for the next output; what had arrived before an error comes first."""
-        while self._output is None:
+    async def take(self) -> Collection[Output]:
+        """Wait for outputs, one for each request that has news; they come before an error."""
+        while not self._outputs:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -84,8 +84,8 @@ class _Mailbox:
                 await self._waiter
             finally:
                 self._waiter = None
-        output, self._output = self._output, None
-        return output
+        outputs, self._outputs = self._outputs, {}
+        return outputs.values()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -225,31 +225,53 @@ class AsyncEngine:
         """Requests that somebody is reading."""
         return len(self._mailboxes)
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
-        """Submit a request and yield its news; the last output has a `finish`.
+    async def generate(self, *requests: Request) -> AsyncGenerator[Output, None]:
+        """Submit requests and yield their news; the last output of each has a `finish`.
 
-        RequestError, OverloadedError: the engine refused it. EngineDeadError: the process ended.
-        Closing the iterator, or cancelling the task that waits for it, aborts the request; wrap
-        it in `contextlib.aclosing` so that leaving the loop early does that at once.
+        RequestError, OverloadedError: the engine refused one of them, and all end.
+        EngineDeadError: the process ended. Closing the iterator, or cancelling the task that
+        waits for it, aborts what is not finished; wrap it in `contextlib.aclosing`, so that
+        leaving the loop early does that at once.
         """
-        assert request.id not in self._mailboxes, f"request {request.id} is already open"
-        mailbox = self._mailboxes[request.id] = _Mailbox()
-        over = False
+        mailbox = _Mailbox(request.id for request in requests)
+        assert len(mailbox.open) == len(requests), "two requests have the same id"
+        assert mailbox.open.isdisjoint(self._mailboxes), "a request with this id is open"
+        self._mailboxes |= dict.fromkeys(mailbox.open, mailbox)
         try:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
-            self._send(Submit(request))
-            while not over:
-                output = await mailbox.take()
-                over = output.finish is not None
-                yield output
-        except BifolioError:
-            over = True
-            raise
+            for request in requests:
+                self._send(Submit(request))
+            while mailbox.open:
+                for output in await mailbox.take():
+                    if output.id not in mailbox.open:
+                        continue
+                    if output.finish is not None:
+                        self._forget(output.id)
+                    yield output
         finally:
-            del self._mailboxes[request.id]
-            if not over and self._dead is None:
-                self._send(Abort([request.id]))
+            self.abort(*mailbox.open)
+
+    def abort(self, *ids: str) -> None:
+        """End requests before the engine does; `generate` says no more of them.
+
+        Ids that are finished or unknown are ignored, and the engine does not hear of them.
+        """
+        known = [request_id for request_id in ids if self._forget(request_id)]
+        if known and self._dead is None:
+            self._send(Abort(known))
+
+    def abort_all(self, reason: str) -> None:
+        """End every open request; its reader gets an EngineDeadError with this text."""
+        for mailbox in set(self._mailboxes.values()):
+            mailbox.fail(EngineDeadError(reason))
+
+    def _forget(self, request_id: str) -> bool:
+        mailbox = self._mailboxes.pop(request_id, None)
+        if mailbox is None:
+            return False
+        mailbox.open.discard(request_id)
+        return True
 
     def check_health(self) -> None:
         """Raise EngineDeadError unless the engine's loop has beaten lately."""
@@ -285,6 +307,7 @@ class AsyncEngine:
             case Refused():
                 mailbox = self._mailboxes.get(message.id)
                 if mailbox is not None:
+                    self._forget(message.id)
                     mailbox.fail(_refusal(message))
             case Loading():
                 if self._on_loading is not None:
@@ -312,8 +335,7 @@ class AsyncEngine:
             self._dead += f": {words.kind}: {words.message}"
         if self._hello is not None and not self._hello.done():
             self._hello.set_exception(_load_error(words) or EngineDeadError(self._dead))
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(EngineDeadError(self._dead))
+        self.abort_all(self._dead)
 
 
 def _refusal(message: Refused) -> BifolioError:

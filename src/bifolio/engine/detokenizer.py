@@ -81,7 +81,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matchers = [_Matcher(text) for text in stop]
         self._first_chars = frozenset(text[0] for text in stop)
-        self._include_stop = include_stop
+        self.include_stop = include_stop
         self._min_tokens = min_tokens
         self._count = 0
         self._held = ""
@@ -120,7 +120,7 @@ class Detokenizer:
             if complete and self._count > self._min_tokens:
                 stop = max(complete, key=len)
                 self._held = ""
-                return Delta(text[: end if self._include_stop else end - len(stop)], used, stop)
+                return Delta(text[: end if self.include_stop else end - len(stop)], used, stop)
         held = max(matcher.held for matcher in self._matchers)
         self._held = text[len(text) - held :]
         return Delta(text[: len(text) - held], used)

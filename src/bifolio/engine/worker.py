@@ -49,7 +49,7 @@ from bifolio.request import Output, Request
 BEAT_SECONDS = 0.25
 """Time between two heartbeats."""
 
-ORPHAN_SECONDS = 5.0
+ORPHAN_SECONDS = 2.0
 """How long a step may still run after the parent has gone."""
 
 

@@ -1,0 +1,85 @@
+"""Errors in the form of the OpenAI API: a status, and an object that names the parameter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.responses import Response
+
+from bifolio.errors import (
+    BifolioError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+)
+from bifolio.request import ErrorCode, Output
+
+
+class Failure(NamedTuple):
+    """One error as HTTP shows it."""
+
+    status: int
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = {}  # noqa: RUF012 - never changed
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the error."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Response(
+            orjson.dumps(self.body()),
+            self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+    def event(self) -> bytes:
+        """The error as an event of a stream that has begun; nothing follows it."""
+        return b"data: " + orjson.dumps(self.body()) + b"\n\n"
+
+
+MODEL_NOT_FOUND = "model_not_found"
+
+
+class GenerationError(BifolioError):
+    """The engine ended a request with an error; `code` says which."""
+
+    def __init__(self, message: str, code: ErrorCode) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @classmethod
+    def of(cls, output: Output) -> GenerationError:
+        """The error that an output reports."""
+        return cls(output.error or "the request was ended", output.error_code or ErrorCode.INTERNAL)
+
+
+def failure_of(error: Exception) -> Failure:
+    """How an error of the tree, or any other, is told to a client."""
+    text = str(error)
+    match error:
+        case RequestError():
+            status = 404 if error.code == MODEL_NOT_FOUND else 400
+            return Failure(status, "invalid_request_error", text, error.param, error.code)
+        case OverloadedError():
+            wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return Failure(429, "rate_limit_error", text, code="overloaded", headers=wait)
+        case EngineDeadError():
+            return Failure(503, "server_error", text, code="engine_unavailable")
+        case GenerationError():
+            return Failure(500, "server_error", text, code=error.code)
+    known = isinstance(error, BifolioError)
+    return Failure(500, "server_error", text if known else "internal error", code="internal_error")

@@ -1,0 +1,186 @@
+"""From prompts to pieces of text: the part that completions and chat completions share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from bifolio.engine.client import AsyncEngine
+from bifolio.engine.detokenizer import Detokenizer
+from bifolio.engine.tokenizer import Tokenizer
+from bifolio.errors import RequestError
+from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from bifolio.serve.failures import GenerationError
+from bifolio.serve.metrics import Metrics
+from bifolio.serve.protocol import MAX_CHOICES, GenerationBody, choice_seed
+
+
+class Piece(NamedTuple):
+    """News of one answer. `logprobs` belong to `tokens`, one for each, also to those of a stop.
+
+    `finish` is `stop` or `length`; `stop_reason` the stop string, or the id of a stop token that
+    the request named, else None.
+    """
+
+    choice: int
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    finish: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a whole request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    pages_checked: int = 0
+
+    def body(self) -> dict[str, object]:
+        """As the API shows it; `pages_checked` is ours."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "pages_checked": self.pages_checked,
+        }
+
+
+class _Choice:
+    """One answer in the making."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer, named_stops: frozenset[int]) -> None:
+        self.index = index
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.pages_checked = 0
+        self.first_at: float | None = None
+        self._detokenizer = detokenizer
+        self._named_stops = named_stops
+        self._include_stop = detokenizer.include_stop
+
+    def take(self, output: Output) -> Piece:
+        """What an output adds. A finish of the piece ends the answer, whatever the engine says."""
+        tokens, shown = output.tokens, output.tokens
+        if output.stop_id is not None and tokens and not self._include_stop:
+            shown = tokens[:-1]  # the end token is counted, and its text is no part of the answer
+        text, used, stop = self._detokenizer.push(shown)
+        finish: str | None = None
+        stop_reason: str | int | None = stop
+        if stop is not None:
+            finish = FinishReason.STOP.value
+            tokens = tokens[:used]
+        elif output.finish is not None:
+            finish = output.finish.value
+            text += self._detokenizer.finish()
+            if output.stop_id in self._named_stops:
+                stop_reason = output.stop_id
+        self.completion_tokens += len(tokens)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.pages_checked = max(self.pages_checked, output.pages_checked)
+        logprobs = None if output.logprobs is None else output.logprobs[: len(tokens)]
+        return Piece(
+            self.index, text, tokens, logprobs, output.prompt_logprobs, finish, stop_reason
+        )
+
+
+class Generation:
+    """All answers to all prompts of one HTTP request. Choice i * n + j answers prompt i."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+    ) -> None:
+        n = body.choices
+        if len(prompts) * n > MAX_CHOICES:
+            raise RequestError(
+                f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} answers", "n"
+            )
+        self._engine = engine
+        self._metrics = metrics
+        self._n = n
+        self._prompt_tokens = sum(map(len, prompts))
+        self._requests: list[Request] = []
+        self._choices: dict[str, _Choice] = {}
+        named_stops = frozenset(body.stop_token_ids or ())
+        for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            params.check(engine.hello.vocab)
+            for j in range(n):
+                index = i * n + j
+                name = f"{request_id}-{index}"
+                seeded = msgspec.structs.replace(params, seed=choice_seed(params.seed, j))
+                self._requests.append(
+                    Request(id=name, prompt_ids=prompt, sampling=seeded, cache_salt=body.salt)
+                )
+                detokenizer = Detokenizer(
+                    tokenizer,
+                    body.stops,
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    min_tokens=params.min_tokens,
+                )
+                self._choices[name] = _Choice(index, detokenizer, named_stops)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt's cached tokens are those of its first answer."""
+        choices = list(self._choices.values())
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=sum(choice.completion_tokens for choice in choices),
+            cached_tokens=sum(choice.cached_tokens for choice in choices[:: self._n]),
+            pages_checked=sum(choice.pages_checked for choice in choices),
+        )
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces as they come; close the generator to abort what is not finished."""
+        start = time.monotonic()
+        async with aclosing(self._engine.generate(*self._requests)) as outputs:
+            async for output in outputs:
+                choice = self._choices[output.id]
+                now = time.monotonic()
+                if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
+                    self._metrics.failed(output.error_code or ErrorCode.INTERNAL)
+                    raise GenerationError.of(output)
+                if choice.first_at is None and output.tokens:
+                    choice.first_at = now
+                    self._metrics.first_token.observe(now - start)
+                piece = choice.take(output)
+                if piece.finish is not None:
+                    if output.finish is None:
+                        self._engine.abort(output.id)
+                    self._observe_end(choice, piece.finish, start, now)
+                yield piece
+
+    def _observe_end(self, choice: _Choice, finish: str, start: float, now: float) -> None:
+        self._metrics.finished(finish)
+        self._metrics.latency.observe(now - start)
+        if choice.first_at is not None and choice.completion_tokens > 1:
+            pace = (now - choice.first_at) / (choice.completion_tokens - 1)
+            self._metrics.per_token.observe(pace)
+
+
+async def collect(pieces: AsyncGenerator[Piece, None]) -> dict[int, list[Piece]]:
+    """All pieces by choice."""
+    found: dict[int, list[Piece]] = {}
+    async with aclosing(pieces):
+        async for piece in pieces:
+            found.setdefault(piece.choice, []).append(piece)
+    return found

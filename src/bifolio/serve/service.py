@@ -1,0 +1,142 @@
+"""What every route needs: the engine, the text side, the limits, and the way from text to ids."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from bifolio import __version__
+from bifolio.config import ServerConfig
+from bifolio.engine.chat_template import ChatTemplate
+from bifolio.engine.client import AsyncEngine
+from bifolio.engine.tokenizer import Tokenizer
+from bifolio.errors import EngineDeadError, RequestError
+from bifolio.serve.conversation import read_messages
+from bifolio.serve.failures import MODEL_NOT_FOUND
+from bifolio.serve.metrics import Metrics
+from bifolio.serve.protocol import ChatBody, TokenizeBody
+
+logger = logging.getLogger(__name__)
+
+_LONG_TEXT = 50_000
+"""Characters from which on text is encoded beside the event loop (about 50 ms of work)."""
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+Result = TypeVar("Result")
+
+
+class Service:
+    """State of one server. `draining` refuses new requests."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        config: ServerConfig,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.config = config
+        self.metrics = Metrics(engine)
+        self.model = config.served_name or engine.hello.model
+        self.fingerprint = f"bifolio-{__version__} {engine.hello.plan}"
+        self.draining = False
+        self._encoder = ThreadPoolExecutor(1, "encode")
+
+    def check_open(self, model: str | None) -> None:
+        """Refuse when the server is shutting down, or a model is named that it does not have."""
+        if self.draining:
+            raise EngineDeadError("the server is shutting down")
+        if model is not None and model != self.model:
+            raise RequestError(
+                f"the model {model!r} does not exist here; this server has {self.model!r}",
+                "model",
+                MODEL_NOT_FOUND,
+            )
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a plain prompt."""
+        ids = await self._work(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+        if self.tokenizer.starts_with_two_bos(ids):
+            logger.warning("a prompt starts with two BOS: its text has one, the tokenizer adds one")
+        return ids
+
+    async def encode_chat(self, body: ChatBody | TokenizeBody) -> list[int]:
+        """Ids of a conversation, rendered by the template."""
+        template = self.template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template; start the server with --chat-template FILE, or "
+                "use /v1/completions",
+                "messages",
+            )
+        messages = read_messages(body.messages or [])
+        size = sum(len(message["content"]) for message in messages)
+
+        def work() -> list[int]:
+            prompt = template.render(
+                messages,
+                tools=body.tools or None,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
+                variables=body.chat_template_kwargs,
+            )
+            return self.tokenizer.encode(prompt.text, guard=prompt.guard)
+
+        ids = await self._work(size, work)
+        if self.tokenizer.starts_with_two_bos(ids):
+            logger.warning("the chat template writes BOS twice")
+        return ids
+
+    def check_ids(self, ids: Sequence[Any], param: str) -> list[int]:
+        """Token ids from a request: integers below the size of the model's vocabulary."""
+        vocab = self.engine.hello.vocab
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocab:
+                raise RequestError(f"{param}: {token!r} is no token id (0 to {vocab - 1})", param)
+        return list(ids)
+
+    def answer_length(
+        self, prompt: Sequence[int], wanted: int | None, prompt_param: str, param: str
+    ) -> int:
+        """Most tokens of an answer: `wanted`, or all that the context has left when None.
+
+        RequestError when the context cannot hold prompt and answer, naming its limit.
+        """
+        limit = self.engine.hello.max_model_len
+        if not prompt:
+            raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
+        if len(prompt) >= limit:
+            raise RequestError(
+                f"{prompt_param}: the prompt has {len(prompt)} tokens and the context {limit}, of "
+                "which at least one is for the answer",
+                prompt_param,
+                CONTEXT_EXCEEDED,
+            )
+        left = limit - len(prompt)
+        if wanted is None:
+            return left
+        if wanted < 1:
+            raise RequestError(f"{param}: {wanted} must be at least 1", param)
+        if wanted > left:
+            raise RequestError(
+                f"{param}: {wanted} tokens behind a prompt of {len(prompt)} are more than the "
+                f"context of {limit}; at most {left} are possible",
+                param,
+                CONTEXT_EXCEEDED,
+            )
+        return wanted
+
+    async def _work(self, size: int, work: Callable[[], Result]) -> Result:
+        """Do it here, or in a thread when it would hold up every other stream."""
+        if size < _LONG_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
