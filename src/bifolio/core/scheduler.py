@@ -33,7 +33,7 @@ from bifolio.core.step import PageFault, RowResult, Step, StepRow
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.request import ErrorCode, FinishReason, Output, Request
 
-_RESERVE_DECAY = 16
+_RESERVE_DECAY = 8
 """Each request that ends takes one part in so many off the reserve that preemptions added."""
 
 _COUNTERS = (
@@ -190,19 +190,16 @@ class Scheduler:
         self._queue.put_back(sequence)
 
     def _admit(self) -> None:
-        while self._budget and len(self._running) < self._seats:
+        while self._budget and len(self._running) < self._seats and not self._still_blocked():
             sequence = self._queue.head()
-            if sequence is None or self._still_blocked(sequence):
-                return
-            if not self._admit_one(sequence):
+            if sequence is None or not self._admit_one(sequence):
                 return
 
-    def _still_blocked(self, sequence: Sequence) -> bool:
-        """The head did not fit the last time, and no page has come free since."""
+    def _still_blocked(self) -> bool:
+        """The head of the queue did not fit the last time, and no page has come free since."""
         if self._blocked is None or not self._running:
             return False
-        blocked, available = self._blocked
-        return sequence is blocked and self.cache.available <= available
+        return self.cache.available <= self._blocked[1]
 
     def _admit_one(self, sequence: Sequence) -> bool:
         """Admit the head of the queue if it fits; it also leaves if it never will."""
@@ -327,10 +324,12 @@ class Scheduler:
     def _fault(self, sequence: Sequence, fault: PageFault) -> None:
         self._counts["integrity_faults"] += 1
         self.cache.quarantine(fault.page)
+        found = f"carries tag {fault.found:#x}, not {fault.expected:#x}"
+        if fault.found == fault.expected:
+            found = "does not hold the bytes that it was sealed with"
         text = (
-            f"cache page {fault.page} carries tag {fault.found:#x} where this request wrote "
-            f"{fault.expected:#x}; the request was ended before a token of this step was sent, "
-            "the page is out of use; send the request again"
+            f"cache page {fault.page} {found}; the request was ended before a token of this step "
+            "was sent, and the page is out of use; send the request again"
         )
         self._news.append(self._end_with(sequence, ErrorCode.CACHE_INTEGRITY, text))
 

@@ -39,7 +39,8 @@ class Rig:
     """Scheduler, cache manager, pool and ScriptedRunner of one tiny engine.
 
     `step` does what an engine's loop does and asserts every invariant before and after; freed
-    pages are filled with poison. `answers` collects what the requests were told.
+    pages are filled with poison. `schedule` and `commit` are the halves of it. `answers` collects
+    what the requests were told.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Rig:
         self.scheduler = Scheduler(self.cache, limits, self.model.stop_ids)
         self.runner = ScriptedRunner(pages, page_size, self.model, integrity=integrity, audit=audit)
         self.answers: dict[str, Answer] = {}
+        self._in_flight = False
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -80,13 +82,21 @@ class Rig:
             self.answers[request_id].take(output)
         self.check()
 
+    def change_model(self, model: ScriptedModel) -> None:
+        """Load other weights between two steps."""
+        self.model = self.runner.model = model
+        self.scheduler.change_writers(model.prefill_writer, model.decode_writer)
+        self.check()
+
     def schedule(self) -> Step | None:
         step = self.scheduler.schedule()
+        self._in_flight = step is not None
         self.check()
         return step
 
     def commit(self, step: Step | None, results: list[RowResult]) -> None:
         news = self.scheduler.commit(step, results) if step else self.scheduler.take_news()
+        self._in_flight = False
         for output in news:
             self.answers[output.id].take(output)
         self.check()
@@ -108,9 +118,13 @@ class Rig:
         raise AssertionError(f"not done after {max_steps} steps\n{self.scheduler.dump()}")
 
     def check(self) -> None:
-        """Every invariant; free pages are poisoned, so that reading one is seen."""
+        """Every invariant; free pages are poisoned, so that reading one is seen.
+
+        Not while a step is in flight: it may still read what an abort has freed since.
+        """
         self.scheduler.check_invariants()
-        self.runner.poison(self.pool.free_pages())
+        if not self._in_flight:
+            self.runner.poison(self.pool.free_pages())
 
     def check_idle(self) -> None:
         """Nothing runs or waits, and nobody holds a page but the tree."""

@@ -1,0 +1,182 @@
+"""When pages run out: who waits, who is preempted, who ends, and that everybody moves on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bifolio.core import Limits
+from bifolio.errors import RequestError
+from bifolio.request import ErrorCode, FinishReason, Request, SamplingParams
+from bifolio.testing.rig import Rig
+from bifolio.testing.scripted import ScriptedModel
+
+
+def ask(name: str, prompt: list[int], max_tokens: int, salt: str = "") -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(id=name, prompt_ids=prompt, cache_salt=salt, sampling=sampling)
+
+
+def own_prompt(number: int, length: int) -> list[int]:
+    """Tokens that no other request has."""
+    return [1000 * number + i for i in range(length)]
+
+
+def test_what_can_never_fit_is_refused_and_holds_up_nobody() -> None:
+    limits = Limits(max_model_len=1024, max_num_seqs=8, max_step_tokens=256)
+    rig = Rig(pages=69, page_size=16, limits=limits)
+    rig.add(ask("exact", own_prompt(1, 1000), 24))
+    for prompt, answer in ((1000, 25), (1100, 1), (1024, 1)):
+        with pytest.raises(RequestError):
+            rig.add(ask("refused", own_prompt(2, prompt), answer))
+    rig.add(*(ask(f"small{i}", own_prompt(3 + i, 20), 12) for i in range(6)))
+    rig.run()
+    assert all(answer.finish is FinishReason.LENGTH for answer in rig.answers.values())
+    assert len(rig.answers) == 7
+    rig.check_idle()
+
+
+def test_a_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
+    rig = Rig(pages=16, limits=Limits(max_model_len=64, max_num_seqs=8, max_step_tokens=64))
+    rig.add(*(ask(f"early{i}", own_prompt(i, 8), 8) for i in range(4)))
+    rig.step()
+    rig.add(ask("large", own_prompt(9, 50), 14))
+    for i in range(200):
+        rig.add(ask(f"late{i}", own_prompt(10 + i, 4), 4))
+        rig.step()
+        if rig.answers["large"].tokens:
+            break
+    else:
+        raise AssertionError("the large request was never admitted")
+    rig.run()
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("two_writers", [False, True])
+def test_a_pool_too_small_for_all_serves_them_in_bounded_work(two_writers: bool) -> None:
+    model = ScriptedModel(decode_writer=2 if two_writers else 1)
+    limits = Limits(max_model_len=10**9, max_num_seqs=8, max_step_tokens=32)
+    rig = Rig(pages=16, model=model, limits=limits)
+    with pytest.raises(RequestError, match="ask for at most 56"):
+        rig.add(ask("boundless", own_prompt(1, 8), 10**6))
+    requests = [ask(str(i), own_prompt(i, 8), 56) for i in range(8)]
+    for request, answer in zip(requests, rig.run(*requests), strict=True):
+        assert answer.tokens == model.expected_answer(request)
+    stats = rig.scheduler.stats()
+    assert stats.preemptions > 0, "the pool was meant to be too small"
+    assert stats.steps <= 8 * 56 * 1.1, "hardly more steps than one request after the other"
+    assert stats.replayed_tokens <= 0.25 * stats.generated_tokens
+    rig.check_idle()
+
+
+def test_replay_stays_a_small_part_of_the_work_under_steady_overload() -> None:
+    rng = random.Random(5)
+    model = ScriptedModel()
+    limits = Limits(max_model_len=128, max_num_seqs=16, max_step_tokens=64)
+    rig = Rig(pages=64, model=model, limits=limits)
+    requests = [
+        ask(str(i), own_prompt(i, rng.randrange(1, 40)), rng.randrange(1, 80)) for i in range(120)
+    ]
+    for request, answer in zip(requests, rig.run(*requests), strict=True):
+        assert answer.tokens == model.expected_answer(request)
+    stats = rig.scheduler.stats()
+    assert stats.preemptions > 10, "the pool was meant to be too small"
+    assert stats.replayed_tokens <= 0.1 * stats.computed_tokens
+    assert stats.reserve_tokens < limits.max_model_len
+
+
+def test_the_latest_arrival_is_preempted_and_the_oldest_never_is() -> None:
+    rig = Rig(pages=8, limits=Limits(max_model_len=32, max_num_seqs=3, max_step_tokens=32))
+    rig.add(*(ask(name, own_prompt(i, 4), 20) for i, name in enumerate(("old", "mid", "new"))))
+    generations: dict[str, set[int]] = {"old": set(), "mid": set(), "new": set()}
+    while (step := rig.schedule()) is not None:
+        for row in step.rows:
+            generations[row.request_id].add(row.generation)
+        rig.commit(step, rig.runner.execute(step))
+    assert len(generations["old"]) == 1
+    assert len(generations["new"]) >= 2
+    assert all(len(answer.tokens) == 20 for answer in rig.answers.values())
+
+
+def test_a_preempted_request_is_resumed_before_later_ones_of_its_tenant() -> None:
+    rig = Rig(pages=8, limits=Limits(max_model_len=32, max_num_seqs=2, max_step_tokens=32))
+    rig.add(*(ask(str(i), own_prompt(i, 4), 20) for i in range(5)))
+    order: list[str] = []
+    while rig.step():
+        order += [n for n, a in rig.answers.items() if a.finish is not None and n not in order]
+    assert order == ["0", "1", "2", "3", "4"]
+
+
+def test_a_resumed_request_finds_its_pages_if_they_are_still_cached() -> None:
+    for decode_writer in (1, 2):
+        model = ScriptedModel(decode_writer=decode_writer)
+        limits = Limits(max_model_len=64, max_num_seqs=2, max_step_tokens=64)
+        rig = Rig(pages=12, model=model, limits=limits)
+        rig.run(ask("old", own_prompt(1, 8), 24), ask("new", own_prompt(2, 8), 24))
+        stats = rig.scheduler.stats()
+        assert stats.preemptions == 1
+        assert stats.replayed_tokens <= 8, "most of its 24 tokens were still there"
+
+
+def shrink(rig: Rig, pages: int) -> None:
+    for page in rig.pool.free_pages()[:pages]:
+        rig.cache.quarantine(page)
+    rig.check()
+
+
+def test_the_last_request_that_cannot_grow_ends_with_a_clear_error() -> None:
+    rig = Rig(pages=12, limits=Limits(max_model_len=48, max_num_seqs=2, max_step_tokens=48))
+    rig.add(ask("large", own_prompt(1, 8), 40), ask("small", own_prompt(2, 4), 8))
+    rig.step()
+    shrink(rig, 6)
+    rig.run(ask("later", own_prompt(3, 4), 12))
+    large = rig.answers["large"]
+    assert (large.finish, large.error_code) == (FinishReason.ERROR, ErrorCode.CACHE_EXHAUSTED)
+    assert large.error is not None and "6 usable pages of 4 tokens (6 quarantined)" in large.error
+    assert len(large.tokens) == 24 - 8 + 1, "it got all that the pool could hold"
+    for name in ("small", "later"):
+        assert rig.answers[name].finish is FinishReason.LENGTH
+    assert rig.scheduler.stats().exhausted == 1
+    rig.check_idle()
+
+
+def test_a_waiting_request_that_no_longer_fits_ends_and_the_next_is_served() -> None:
+    rig = Rig(pages=12, limits=Limits(max_model_len=48, max_num_seqs=1, max_step_tokens=48))
+    rig.add(ask("first", own_prompt(1, 4), 4), ask("large", own_prompt(2, 40), 4))
+    rig.add(ask("small", own_prompt(3, 4), 4))
+    rig.step()
+    shrink(rig, 6)
+    rig.run()
+    assert rig.answers["large"].error_code is ErrorCode.CACHE_EXHAUSTED
+    assert rig.answers["large"].tokens == []
+    assert rig.answers["first"].finish is rig.answers["small"].finish is FinishReason.LENGTH
+
+
+def test_news_without_a_step_is_told() -> None:
+    rig = Rig(pages=4, limits=Limits(max_model_len=16, max_num_seqs=1, max_step_tokens=16))
+    rig.add(ask("only", own_prompt(1, 12), 4))
+    shrink(rig, 3)
+    assert rig.schedule() is None
+    assert rig.scheduler.has_work
+    (output,) = rig.scheduler.take_news()
+    assert (output.id, output.error_code) == ("only", ErrorCode.CACHE_EXHAUSTED)
+    assert not rig.scheduler.has_work
+
+
+def test_a_shrunken_pool_refuses_what_it_used_to_take() -> None:
+    rig = Rig(pages=12, limits=Limits(max_model_len=48))
+    shrink(rig, 6)
+    assert rig.scheduler.max_request_tokens == 24
+    with pytest.raises(RequestError, match="holds 24 tokens"):
+        rig.add(ask("a", own_prompt(1, 20), 5))
+
+
+def test_every_page_can_be_quarantined_without_a_crash() -> None:
+    rig = Rig(pages=4, limits=Limits(max_model_len=16))
+    rig.add(ask("a", own_prompt(1, 4), 4))
+    shrink(rig, 4)
+    rig.run()
+    assert rig.answers["a"].error_code is ErrorCode.CACHE_EXHAUSTED
+    with pytest.raises(RequestError, match="holds 0 tokens"):
+        rig.add(ask("b", [1], 1))
