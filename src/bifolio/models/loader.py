@@ -12,6 +12,7 @@ from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.formats import BF16, Number, Phase, PhasePlan, PrecisionPlan, WeightFormat
 from bifolio.kernels.decode import decode
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops, Weight
+from bifolio.kernels.tensor import QuantTensor
 from bifolio.layers.attention import Attention
 from bifolio.layers.decoder import Decoder, DecoderLayer
 from bifolio.layers.mlp import GatedMLP
@@ -191,18 +192,27 @@ class _Reader:
                     )
 
     def _prepare(self, matrix: Matrix, wish: WeightFormat | None) -> Weight:
-        stored = stack([self._checkpoint.matrix(f"{part}.weight") for part, _ in matrix.parts])
+        names = [part for part, _ in matrix.parts]
+        stored = stack([self._checkpoint.matrix(f"{name}.weight") for name in names])
         bias = None
         if matrix.bias:
-            bias = torch.cat([self._checkpoint.vector(f"{part}.bias") for part, _ in matrix.parts])
-        if wish is not None:
-            return self._ops.prepare(convert(stored, wish), bias)
+            bias = torch.cat([self._checkpoint.vector(f"{name}.bias") for name in names])
         try:
-            return self._ops.prepare(convert(stored, self._auto(stored.format)), bias)
+            return self._take_in(stored, bias, wish)
+        except CheckpointError as error:
+            raise CheckpointError(f"{', '.join(names)}: {error}") from error
+
+    def _take_in(
+        self, stored: QuantTensor, bias_n: Tensor | None, wish: WeightFormat | None
+    ) -> Weight:
+        if wish is not None:
+            return self._ops.prepare(convert(stored, wish), bias_n)
+        try:
+            return self._ops.prepare(convert(stored, self._auto(stored.format)), bias_n)
         except UnsupportedError:
             if stored.format.number in (Number.BF16, Number.FP32):
                 raise
-            return self._ops.prepare(convert(stored, BF16), bias)
+            return self._ops.prepare(convert(stored, BF16), bias_n)
 
     def _step(self) -> None:
         self._done += 1

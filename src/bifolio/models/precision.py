@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from bifolio.errors import UnsupportedError
 from bifolio.formats import BF16, FP32, Number, WeightFormat
-from bifolio.kernels.decode import decode
 from bifolio.kernels.tensor import QuantTensor
+from bifolio.quant import decode, encode
 
 
 def as_stored(stored: WeightFormat) -> WeightFormat:
@@ -18,14 +17,14 @@ def as_stored(stored: WeightFormat) -> WeightFormat:
 
 
 def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:
-    """The same matrix in another format; lossless where only the activations differ."""
+    """The same matrix in another format; lossless where only the activations differ.
+
+    CheckpointError for a NaN or an infinity that the wanted format cannot hold.
+    """
     if replace(weight.format, int8_activations=wanted.int8_activations) == wanted:
         return replace(weight, format=wanted)
-    if wanted == FP32:
-        return QuantTensor(FP32, weight.n, weight.k, decode(weight))
-    if wanted == BF16:
-        return QuantTensor(BF16, weight.n, weight.k, decode(weight).to(torch.bfloat16))
-    raise UnsupportedError(f"weights={wanted} is not supported")
+    is_float = weight.format.number in (Number.BF16, Number.FP32)
+    return encode(weight.codes if is_float else decode(weight), wanted)
 
 
 def stack(parts: list[QuantTensor]) -> QuantTensor:

@@ -34,6 +34,7 @@ _NOT_COMPUTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_scaling": ((1, 1.0), "logits are not scaled"),
     "no_rope_layers": (([],), "every layer rotates"),
     "attention_chunk_size": ((), "use sliding windows"),
+    "use_mrope": ((False,), "positions are one number per token"),
     "sliding_window_pattern": ((), "say the kind of every layer in layer_types"),
     "num_experts": ((0,), "mixtures of experts are another family"),
     "num_local_experts": ((0, 1), "mixtures of experts are another family"),
