@@ -12,6 +12,7 @@ from bifolio import __version__
 from bifolio.cli.chat import chat
 from bifolio.cli.console import ERROR_PREFIX
 from bifolio.cli.doctor import doctor
+from bifolio.cli.serve import serve
 from bifolio.errors import BifolioError
 
 EXIT_ERROR = 2
@@ -68,6 +69,7 @@ def _root(
     """
 
 
+app.command()(serve)
 app.command()(chat)
 app.command()(doctor)
 

@@ -30,7 +30,7 @@ def test_help_comes_without_importing_anything_heavy() -> None:
     assert out.splitlines()[-1].split() == ["loaded"]
 
 
-@pytest.mark.parametrize("command", ["chat", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor"])
 def test_each_command_has_help_with_examples(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0

@@ -1,0 +1,168 @@
+"""The life of a server: port, model, engine, API, summary; after a signal the drain.
+
+The engine process takes longest to start, so it is started first; the front end imports and reads
+what it needs meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+import uvloop
+from rich.console import Console
+
+from bifolio.cli.listen import bind, is_local, refused, url_of
+from bifolio.cli.progress import Bars, LogLines, Reporter
+from bifolio.cli.summary import Summary, show
+from bifolio.config import ServerConfig
+from bifolio.engine import logs
+from bifolio.engine.client import ENGINE_FACTORY, AsyncEngine
+from bifolio.engine.messages import Loading
+from bifolio.engine.text_files import TextSide, load_text_side
+from bifolio.models.source import ModelSource, resolve_source
+
+log = structlog.get_logger("bifolio")
+
+
+def launch(
+    config: ServerConfig, *, until_stdin_closes: bool = False, factory: str = ENGINE_FACTORY
+) -> None:
+    """Serve until SIGINT, SIGTERM or, if so asked, the end of standard input; then drain.
+
+    `factory` builds the engine in its process; tests name a scripted one. A start that fails
+    raises its error, one that is stopped raises KeyboardInterrupt.
+    """
+    began = time.monotonic()
+    screen = Console(stderr=True, highlight=False)
+    logs.configure(config.engine.log_level, for_people=screen.is_terminal)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if until_stdin_closes:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    with bind(config.host, config.port) as sock:
+        with _reporter(screen) as report:
+            source = resolve_source(config.engine.model, report)
+        run = _Run(_localized(config, source), source, sock, screen, began)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            try:
+                runner.run(run.serve(factory))
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _reporter(screen: Console) -> Reporter:
+    return Bars(screen) if screen.is_terminal else LogLines(log.info)
+
+
+def _localized(config: ServerConfig, source: ModelSource) -> ServerConfig:
+    """The engine gets the path that was found; clients see what the user called the model."""
+    engine = config.engine.model_copy(update={"model": str(source.path)})
+    name = config.served_name or source.name
+    return config.model_copy(update={"engine": engine, "served_name": name})
+
+
+class _Run:
+    """One server on a bound socket, from the start of its engine to the end of its drain."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        source: ModelSource,
+        sock: socket.socket,
+        screen: Console,
+        began: float,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._sock = sock
+        self._screen = screen
+        self._began = began
+        self._stop: Callable[[], object] = lambda: None
+
+    async def serve(self, factory: str) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._stop = task.cancel
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        with _reporter(self._screen) as report:
+            engine = AsyncEngine(
+                self._config.engine,
+                factory=factory,
+                on_loading=lambda news: _report_loading(report, news),
+            )
+            text = await self._start(engine)
+        try:
+            await self._answer(engine, text)
+        finally:
+            await engine.stop()
+            log.info("stopped")
+
+    def _on_signal(self) -> None:
+        self._stop()
+
+    async def _start(self, engine: AsyncEngine) -> TextSide:
+        """Start the engine and meanwhile read the tokenizer; if one fails, the other ends too."""
+        starting = asyncio.create_task(engine.start())
+        try:
+            text = await asyncio.to_thread(_load_text, self._source, self._config.chat_template)
+            await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await engine.stop()
+            raise
+        return text
+
+    async def _answer(self, engine: AsyncEngine, text: TextSide) -> None:
+        from bifolio.serve.app import create_app
+        from bifolio.serve.server import Server
+
+        app = create_app(engine, text.tokenizer, text.template, self._config)
+        server = Server(app, self._config, lambda: self._announce(engine))
+        self._stop = server.stop
+        try:
+            await server.serve([self._sock])
+        except OSError as error:
+            raise refused(self._config.host, self._config.port, error) from error
+
+    def _announce(self, engine: AsyncEngine) -> None:
+        summary = Summary.of(
+            self._config,
+            engine.hello,
+            url_of(self._sock),
+            self._config.served_name,
+            time.monotonic() - self._began,
+        )
+        if self._screen.is_terminal:
+            show(summary, self._screen)
+        else:
+            log.info("ready", **summary.as_dict())
+        if not self._config.engine.integrity:
+            log.warning("cache pages are not checked", cure="leave --no-integrity out")
+        if not self._config.api_keys and not is_local(self._sock):
+            log.warning("whoever reaches this address can use it", cure="set BIFOLIO_API_KEY")
+
+
+def _report_loading(report: Reporter, news: Loading) -> None:
+    report(news.stage, news.done, news.total)
+
+
+def _load_text(source: ModelSource, chat_template: str) -> TextSide:
+    """Read tokenizer and template, and import the API, which takes about as long."""
+    import bifolio.serve.app
+    import bifolio.serve.server  # noqa: F401
+
+    return load_text_side(source.gguf.metadata if source.is_gguf else source.path, chat_template)

@@ -1,0 +1,101 @@
+"""What a server says of itself once it is ready: to people, and as one line of the log."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bifolio import __version__
+from bifolio.cli.console import bytes_text
+from bifolio.config import ServerConfig
+from bifolio.engine.messages import Hello
+
+_QUESTION = "What is the capital of France?"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Lengths in tokens, sizes in bytes, times in seconds."""
+
+    url: str
+    model: str
+    plan: str
+    kernels: str
+    max_model_len: int
+    page_size: int
+    pages: int
+    cache_tokens: int
+    cache_bytes: int
+    integrity: bool
+    prefix_cache: bool
+    api_key_needed: bool
+    start_seconds: float
+
+    @classmethod
+    def of(
+        cls, config: ServerConfig, hello: Hello, url: str, name: str, start_seconds: float
+    ) -> Summary:
+        """Put together what was configured and what the engine made of it."""
+        return cls(
+            url=url,
+            model=name,
+            plan=hello.plan,
+            kernels=hello.kernels,
+            max_model_len=hello.max_model_len,
+            page_size=hello.page_size,
+            pages=hello.pages,
+            cache_tokens=hello.pages * hello.page_size,
+            cache_bytes=hello.pages * hello.page_bytes,
+            integrity=config.engine.integrity,
+            prefix_cache=config.engine.prefix_cache,
+            api_key_needed=bool(config.api_keys),
+            start_seconds=round(start_seconds, 3),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def curl_line(summary: Summary) -> str:
+    """A command to paste into a shell."""
+    body = {"model": summary.model, "messages": [{"role": "user", "content": _QUESTION}]}
+    parts = ["curl", f"{summary.url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    command = " ".join(shlex.quote(part) for part in parts)
+    if summary.api_key_needed:
+        command += ' -H "Authorization: Bearer $BIFOLIO_API_KEY"'
+    return f"{command} -d {shlex.quote(json.dumps(body))}"
+
+
+def show(summary: Summary, screen: Console) -> None:
+    """Print the summary for people."""
+    checks = [
+        "pages before and after each step" if summary.integrity else "PAGES NOT CHECKED",
+        "equal beginnings shared" if summary.prefix_cache else "no sharing of equal beginnings",
+    ]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in (
+        ("model", summary.model),
+        ("plan", summary.plan),
+        ("kernels", summary.kernels),
+        (
+            "cache",
+            f"{summary.pages:,} pages of {summary.page_size} tokens: {summary.cache_tokens:,} "
+            f"tokens in {bytes_text(summary.cache_bytes)}",
+        ),
+        ("checks", ", ".join(checks)),
+        ("context", f"{summary.max_model_len:,} tokens"),
+        ("address", f"{summary.url}/v1"),
+    ):
+        table.add_row(name, value)
+    screen.print(f"bifolio {__version__}, ready after {summary.start_seconds:.1f} s", style="green")
+    screen.print(table, markup=False)
+    screen.print("\nTry (Ctrl-C stops the server):\n")
+    screen.print(curl_line(summary), soft_wrap=True, markup=False)
+    screen.print()

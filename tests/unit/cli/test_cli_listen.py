@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from bifolio.cli.listen import bind, is_local, url_of
+from bifolio.errors import ConfigError
+
+
+def test_port_0_is_a_free_port_that_the_address_names() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        assert port > 0
+        assert url_of(sock) == f"http://127.0.0.1:{port}"
+
+
+def test_a_port_in_use_is_refused_with_the_cure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is taken.*--port 0"):
+            bind("127.0.0.1", port)
+
+
+def test_clients_are_refused_until_somebody_listens() -> None:
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname())
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])
+def test_an_address_that_is_not_ours_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=host):
+        bind(host, 0)
+
+
+class Bound:
+    """A bound socket as far as its address goes."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    def getsockname(self) -> tuple[str, int]:
+        return (self.host, 80)
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "local"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80", True),
+        ("0.0.0.0", "http://127.0.0.1:80", False),
+        ("192.0.2.1", "http://192.0.2.1:80", False),
+        ("::1", "http://[::1]:80", True),
+        ("::", "http://[::1]:80", False),
+    ],
+)
+def test_the_address_is_one_that_a_client_here_can_use(host: str, url: str, local: bool) -> None:
+    sock: Any = Bound(host)
+    assert (url_of(sock), is_local(sock)) == (url, local)

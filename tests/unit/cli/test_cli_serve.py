@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bifolio.cli import launch
+from bifolio.cli.main import app
+from bifolio.config import EngineConfig, ServerConfig
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, dict[str, Any]]]:
+    calls: list[tuple[ServerConfig, dict[str, Any]]] = []
+    monkeypatch.setattr(launch, "launch", lambda config, **rest: calls.append((config, rest)))
+    return calls
+
+
+def serve(*arguments: str, **options: Any) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments], **options)
+
+
+EVERY_OPTION = {
+    "--kernels": ("reference", "engine.kernels", "reference"),
+    "--threads": ("3", "engine.threads", 3),
+    "--cache-memory": ("256MiB", "engine.cache_memory", 256 * 2**20),
+    "--max-model-len": ("512", "engine.max_model_len", 512),
+    "--max-num-seqs": ("8", "engine.max_num_seqs", 8),
+    "--max-step-tokens": ("128", "engine.max_step_tokens", 128),
+    "--max-waiting": ("9", "engine.max_waiting", 9),
+    "--no-integrity": (None, "engine.integrity", False),
+    "--no-prefix-cache": (None, "engine.prefix_cache", False),
+    "--log-level": ("error", "engine.log_level", "error"),
+    "--host": ("::1", "host", "::1"),
+    "--port": ("0", "port", 0),
+    "--api-key": ("k", "api_keys", ("k",)),
+    "--served-name": ("n", "served_name", "n"),
+    "--chat-template": ("t.jinja", "chat_template", "t.jinja"),
+    "--drain-seconds": ("1.5", "drain_seconds", 1.5),
+}
+
+
+def value(config: ServerConfig, path: str) -> Any:
+    found: Any = config
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("option", EVERY_OPTION)
+def test_each_option_sets_its_value_and_only_that(
+    launched: list[tuple[ServerConfig, dict[str, Any]]], option: str
+) -> None:
+    text, path, expected = EVERY_OPTION[option]
+    result = serve("m", option, *([] if text is None else [text]))
+    assert result.exit_code == 0, result.stderr
+    config, _ = launched[0]
+    assert value(config, path) == expected
+    plain = ServerConfig(engine=EngineConfig(model="m"))
+    others = [p for _, p, _ in EVERY_OPTION.values() if p != path]
+    assert [value(config, p) for p in others] == [value(plain, p) for p in others]
+
+
+def test_every_value_of_the_configuration_has_an_option() -> None:
+    fields = {f"engine.{name}" for name in EngineConfig.model_fields}
+    fields |= set(ServerConfig.model_fields) - {"engine"}
+    covered = {path for _, path, _ in EVERY_OPTION.values()}
+    assert fields - covered == {"engine.model", "engine.plan", "max_request_bytes"}
+
+
+def test_plans_of_both_phases_are_read(
+    launched: list[tuple[ServerConfig, dict[str, Any]]],
+) -> None:
+    serve("m", "--plan", "fp8/bf16", "--decode", "int4:g32:a8/bf16", "--until-stdin-closes")
+    config, rest = launched[0]
+    assert str(config.engine.plan) == "fp8/bf16 → int4:g32:a8/bf16 page=16"
+    assert rest == {"until_stdin_closes": True}
+
+
+def test_keys_may_be_repeated_or_stand_in_the_environment(
+    launched: list[tuple[ServerConfig, dict[str, Any]]],
+) -> None:
+    serve("m", "--api-key", "a", "--api-key", "b")
+    serve("m", env={"BIFOLIO_API_KEY": "c d"})
+    assert [config.api_keys for config, _ in launched] == [("a", "b"), ("c", "d")]
+
+
+def test_the_command_line_wins_over_the_file(
+    launched: list[tuple[ServerConfig, dict[str, Any]]], tmp_path: Path
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('model = "m"\nport = 1\nhost = "::1"\nintegrity = false\napi_keys = ["k"]\n')
+    assert serve("--config", str(file), "--port", "2", "--integrity").exit_code == 0
+    config, _ = launched[0]
+    assert (config.engine.model, config.port, config.host) == ("m", 2, "::1")
+    assert (config.engine.integrity, config.api_keys) == (True, ("k",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no model given; try `bifolio serve smollm2-135m`"),
+        (["m", "--plan", "int3/bf16"], "unknown weight format 'int3'"),
+        (["m", "--prefill", "bf16/bf16", "--decode", "bf16/fp8"], "cannot differ"),
+        (["m", "--cache-memory", "much"], "cannot read 'much' as a size"),
+        (["m", "--port", "70000"], "port"),
+        (["m", "--max-num-seqs", "0"], "max_num_seqs"),
+        (["m", "--config", "no-such-file.toml"], "no-such-file.toml"),
+    ],
+)
+def test_wishes_that_cannot_work_are_one_line_and_status_2(
+    launched: list[tuple[ServerConfig, dict[str, Any]]], arguments: list[str], words: str
+) -> None:
+    result = serve(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("bifolio: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+    assert launched == []
+
+
+def test_an_unknown_key_of_the_file_is_named(
+    launched: list[tuple[ServerConfig, dict[str, Any]]], tmp_path: Path
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('model = "m"\nprot = 1\n')
+    result = serve("--config", str(file))
+    assert result.exit_code == 2
+    assert "unknown configuration key 'prot'" in result.stderr
+
+
+def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
+    command: Any = typer.main.get_command(app).commands["serve"]
+    shown = {
+        parameter.name: parameter.show_default
+        for parameter in command.params
+        if isinstance(parameter.show_default, str)
+    }
+    config = ServerConfig(engine=EngineConfig(model="m"))
+    real = config.engine.model_dump() | config.model_dump()
+    for name, text in shown.items():
+        match name:
+            case "plan":
+                assert str(config.engine.plan).split()[0] == text
+            case "cache_memory":
+                assert real[name] == 2**30
+                assert text == "1GiB"
+            case "integrity" | "prefix_cache":
+                assert (real[name], text) == (True, "on")
+            case "prefill" | "decode" | "served_name" | "chat_template":
+                assert not real.get(name)
+            case _:
+                assert str(real[name]).removesuffix(".0") == text

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import io
+import json
+import shlex
+
+from rich.console import Console
+
+from bifolio.cli.summary import Summary, curl_line, show
+from bifolio.config import ServerConfig, resolve
+from bifolio.engine.messages import Hello
+
+HELLO = Hello(
+    model="/somewhere/model.gguf",
+    vocab=100,
+    max_model_len=2048,
+    stop_ids=(2,),
+    page_size=16,
+    pages=1000,
+    page_bytes=2**20,
+    plan="int8/bf16 page=16",
+    kernels="native avx2, 2 threads",
+    boot_epoch=1,
+)
+
+
+def summary_of(**options: object) -> Summary:
+    config: ServerConfig = resolve({"model": "m", **options})
+    return Summary.of(config, HELLO, "http://127.0.0.1:8123", "it's", 1.23456)
+
+
+def test_the_summary_counts_pages_tokens_and_bytes() -> None:
+    summary = summary_of()
+    assert summary.as_dict() == {
+        "url": "http://127.0.0.1:8123",
+        "model": "it's",
+        "plan": "int8/bf16 page=16",
+        "kernels": "native avx2, 2 threads",
+        "max_model_len": 2048,
+        "page_size": 16,
+        "pages": 1000,
+        "cache_tokens": 16_000,
+        "cache_bytes": 1000 * 2**20,
+        "integrity": True,
+        "prefix_cache": True,
+        "api_key_needed": False,
+        "start_seconds": 1.235,
+    }
+
+
+def test_the_curl_line_survives_a_shell_and_is_a_valid_request() -> None:
+    words = shlex.split(curl_line(summary_of()))
+    assert words[:2] == ["curl", "http://127.0.0.1:8123/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "it's"
+    assert body["messages"][0]["role"] == "user"
+
+
+def test_the_curl_line_sends_a_key_only_where_one_is_needed_and_never_shows_it() -> None:
+    assert "Authorization" not in curl_line(summary_of())
+    line = curl_line(summary_of(api_keys=("secret",)))
+    assert "Authorization: Bearer $BIFOLIO_API_KEY" in line
+    assert "secret" not in line
+
+
+def shown(summary: Summary) -> str:
+    screen = io.StringIO()
+    show(summary, Console(file=screen, width=100))
+    return screen.getvalue()
+
+
+def test_people_see_the_model_the_plan_the_cache_and_the_address() -> None:
+    text = shown(summary_of())
+    for words in (
+        "it's",
+        "int8/bf16 page=16",
+        "native avx2, 2 threads",
+        "1,000 pages of 16 tokens: 16,000 tokens in 1000.0 MiB",
+        "pages before and after each step",
+        "2,048 tokens",
+        "http://127.0.0.1:8123/v1",
+    ):
+        assert words in text
+    assert curl_line(summary_of()) in text  # on one line, whatever the width
+
+
+def test_a_cache_that_is_not_checked_is_shouted() -> None:
+    assert "PAGES NOT CHECKED" in shown(summary_of(integrity=False))
