@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bifolio.errors import UnsupportedError
-from bifolio.kernels.native import NativeOps
+from bifolio.kernels.native import NativeOps, available
 from bifolio.kernels.ops import Ops
 from bifolio.kernels.reference import ReferenceOps
 from bifolio.kernels.reference_sampling import ReferenceSampling, SamplingOps
@@ -26,8 +25,8 @@ class KernelSet:
 
 
 def choose(name: str, threads: int = 0) -> KernelSet:
-    """`native`, `reference`, or `auto`: the best there is. `threads` 0: all processors."""
-    del threads
-    if name == "native":
-        raise UnsupportedError("kernels=native has no linear kernel yet; use kernels=reference")
-    return KernelSet(ReferenceOps(), ReferenceSampling(), None)
+    """`native`, `reference`, or `auto`: native where it is built. `threads` 0: all processors."""
+    if name == "reference" or (name == "auto" and not available()):
+        return KernelSet(ReferenceOps(), ReferenceSampling(), None)
+    native = NativeOps(threads)
+    return KernelSet(native, ReferenceSampling(), native)
