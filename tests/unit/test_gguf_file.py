@@ -102,7 +102,7 @@ def test_a_file_with_any_byte_changed_is_read_or_refused_but_never_crashes(tmp_p
     path = tmp_path / "changed.gguf"
     head = SOUND.index(MATRIX.tobytes())
     for at in range(head):
-        for flip in (0x01, 0x80, 0xFF):
+        for flip in (0x01, 0x80):
             path.write_bytes(SOUND[:at] + bytes([SOUND[at] ^ flip]) + SOUND[at + 1 :])
             try:
                 file = GGUFFile(path)
