@@ -278,6 +278,30 @@ async def test_an_error_of_the_load_keeps_its_class(capfd):
     assert capfd.readouterr().err == ""  # no traceback for what is said on purpose
 
 
+def never_ready(config, progress):
+    """A factory for a load that takes for ever."""
+    progress("forever", 0, 1)
+    time.sleep(3600)
+
+
+async def test_a_start_that_is_cancelled_ends_the_process_at_once():
+    news = asyncio.Event()
+    engine = AsyncEngine(
+        scripted_config(Script()),
+        factory=f"{__name__}:never_ready",
+        on_loading=lambda _: news.set(),
+    )
+    starting = asyncio.create_task(engine.start())
+    await news.wait()
+    began = time.monotonic()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert time.monotonic() - began < 4.0  # killed; a request to close gets 5 seconds
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.pid, 0)
+
+
 async def test_a_factory_that_cannot_be_imported_is_a_clear_error(capfd):
     engine = AsyncEngine(scripted_config(Script()), factory="bifolio.nowhere:create")
     with pytest.raises(EngineDeadError, match="nowhere"):

@@ -195,7 +195,7 @@ class AsyncEngine:
         if self._process is None:
             return
         if self._dead is None and self._transport is not None:
-            if self._hello is not None and self._hello.done():
+            if self._is_ready:
                 self._send(Shutdown())
             else:  # it is loading and does not listen
                 self._process.kill()
@@ -207,6 +207,11 @@ class AsyncEngine:
         if self._transport is not None:
             self._transport.close()
         self._on_close()
+
+    @property
+    def _is_ready(self) -> bool:
+        hello = self._hello
+        return hello is not None and hello.done() and not hello.cancelled()
 
     @property
     def hello(self) -> Hello:
