@@ -49,10 +49,10 @@ def serving(
 ) -> Iterator[Server]:
     """Run `bifolio serve model` on a free port and stop it at the end.
 
-    `on_event` gets what the child logs until it is ready. The child ends when its standard input
-    closes, so that not even a killed parent leaves a server behind, and it has a session of its
-    own, so that Ctrl-C in the terminal is for the parent alone. EngineDeadError tells the child's
-    last words when it ends before it is ready.
+    `on_event` gets what the child logs until it is ready. The child also ends when its standard
+    input closes, so that not even a killed parent leaves a server behind, and it has a session of
+    its own, so that Ctrl-C in the terminal is for the parent alone. EngineDeadError tells the
+    child's last words when it ends before it is ready.
     """
     key = secrets.token_urlsafe(24)
     child = subprocess.Popen(
@@ -104,9 +104,10 @@ def _discard(stream: IO[str]) -> None:
 
 def _stop(child: subprocess.Popen[str]) -> None:
     assert child.stdin is not None
-    child.stdin.close()
+    child.terminate()
     try:
         child.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
+    child.stdin.close()

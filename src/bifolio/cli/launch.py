@@ -98,6 +98,7 @@ class _Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         with _reporter(self._screen) as report:
+            report("starting the engine", 0, 0)
             engine = AsyncEngine(
                 self._config.engine,
                 factory=factory,

@@ -8,7 +8,14 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
 
 LOG_SECONDS = 1.0
@@ -38,7 +45,7 @@ class Bars:
         self._bars = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),
             BarColumn(bar_width=30),
-            TextColumn("{task.percentage:>3.0f} %"),
+            TaskProgressColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
             console=console,
             transient=True,

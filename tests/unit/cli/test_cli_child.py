@@ -17,11 +17,16 @@ from bifolio.errors import EngineDeadError
 def program(folder: Path, body: str) -> tuple[str, ...]:
     """A command that stands in for `bifolio`: it gets the same arguments."""
     path = folder / "server.py"
-    path.write_text("import json, os, sys\n" + textwrap.dedent(body))
+    path.write_text("import json, os, signal, sys\n" + textwrap.dedent(body))
     return (sys.executable, str(path))
 
 
 READY = """
+    def end(*_):
+        with open(sys.argv[-1], "a") as file:
+            file.write(" ended")
+        sys.exit()
+    signal.signal(signal.SIGTERM, end)
     print("a warning that is not JSON", file=sys.stderr)
     for event in ({"event": "progress", "stage": "load", "done": 1, "total": 2},
                   {"event": "ready", "url": "http://127.0.0.1:5", "model": sys.argv[2]}):
@@ -29,8 +34,7 @@ READY = """
     with open(sys.argv[-1], "w") as file:
         file.write(f"{os.getpid()} {os.environ['BIFOLIO_API_KEY']} {' '.join(sys.argv[1:-1])}")
     sys.stdin.read()
-    with open(sys.argv[-1], "a") as file:
-        file.write(" ended")
+    end()
 """
 
 
