@@ -63,7 +63,7 @@ class ModelRunner:
         self._one_model = models[Phase.PREFILL] is models[Phase.DECODE]
         self._pool = pool
         self._caches = pool.layers()
-        self._sampler = sampler
+        self.sampler = sampler
         self._integrity = integrity
         self._tamper = tamper
         pages = pool.spec.pages_for(limits.max_model_len)
@@ -107,7 +107,7 @@ class ModelRunner:
         if work is None:
             return results
         logits = model.forward(work.batch, self._caches)
-        sampled = self._sampler.sample(logits, work.segments)
+        sampled = self.sampler.sample(logits, work.segments)
         late = self._faults(work)
         for r, (segment, result) in enumerate(zip(work.segments, sampled, strict=True)):
             if r in late:
