@@ -48,6 +48,19 @@ void bind_attention(nb::class_<Runtime>& runtime) {
               FIELD(scale));
 }
 
+void bind_probes(nb::class_<Runtime>& runtime) {
+  {
+    using A = ReadProbeArgs;
+    bind_kernel(runtime, "read_probe", &KernelTable::read_probe, FIELD(data), FIELD(bytes),
+                FIELD(sink));
+  }
+  {
+    using A = PeakProbeArgs;
+    bind_kernel(runtime, "peak_probe", &KernelTable::peak_probe, FIELD(product), FIELD(repeats),
+                FIELD(operations), FIELD(sink));
+  }
+}
+
 // A layout is made from the names of Python's side; std::invalid_argument would be our own mistake.
 WeightLayout make_layout(int64_t n, int64_t k, int64_t group, const std::string& codes,
                          const std::string& scales, bool offsets, bool int8_activations) {
@@ -123,4 +136,5 @@ NB_MODULE(_native, m) {
   bind_rope_store(runtime);
   bind_attention(runtime);
   bind_linear(m, runtime);
+  bind_probes(runtime);
 }

@@ -12,6 +12,8 @@ const KernelTable kTable = {
     .linear = linear,
     .linear_workspace = linear_workspace,
     .pack = pack,
+    .peak_probe = peak_probe,
+    .read_probe = read_probe,
     .rope_store = rope_store,
 };
 

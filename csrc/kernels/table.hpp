@@ -6,6 +6,7 @@
 #include "kernels/attention.hpp"
 #include "kernels/linear/linear.hpp"
 #include "kernels/linear/pack.hpp"
+#include "kernels/probe.hpp"
 #include "kernels/rope_store.hpp"
 #include "kernels/rows.hpp"
 #include "runtime/parallel.hpp"
@@ -22,6 +23,8 @@ struct KernelTable {
   Kernel<LinearArgs> linear;
   WorkspaceSize<LinearArgs> linear_workspace;
   Kernel<PackArgs> pack;
+  Kernel<PeakProbeArgs> peak_probe;
+  Kernel<ReadProbeArgs> read_probe;
   Kernel<RopeStoreArgs> rope_store;
 };
 

@@ -11,7 +11,7 @@ namespace bifolio::BIFOLIO_ISA {
 // Rows that meet a panel together; between the numbers, the next larger kernel runs with zeros.
 // The sums of the largest must leave registers for a line of weights.
 #if defined(__AVX512F__)
-#define BIFOLIO_BLOCK_ROWS 1, 2, 3, 4, 6, 8, 10, 12
+#define BIFOLIO_BLOCK_ROWS 1, 2, 3, 4, 6, 8
 #elif defined(__AVX2__)
 #define BIFOLIO_BLOCK_ROWS 1, 2
 #else
@@ -100,7 +100,10 @@ void multiply(const WeightLayout& layout, const uint8_t* panel, const RowBlock& 
   const int64_t header_bytes = layout.header_bytes();
   const int32_t* x = rows.words;
   const int32_t* group_sums = rows.sums;
-  Lanes total[R][kVectors] = {};
+  Lanes total[R][kVectors];
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) total[r][v] = Lanes{};
+  }
   for (int64_t group = 0; group < groups; ++group, group_sums += R) {
     const uint8_t* head = panel;
     panel += header_bytes;

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ALIGN = 64
-_Block = npt.NDArray[np.uint8]
+from bifolio.kernels.memory import Bytes, Region
+
 _Lent = weakref.ref[npt.NDArray[Any]]
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.uint8: np.uint8}
 
@@ -29,8 +29,9 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[_Block]] = defaultdict(list)
-        self._lent: dict[int, tuple[_Lent, _Block]] = {}
+        self._free: defaultdict[int, list[Bytes]] = defaultdict(list)
+        self._lent: dict[int, tuple[_Lent, Bytes]] = {}
+        self._region = Region()
         self.nbytes = 0
         """Bytes of all blocks, lent or free."""
 
@@ -45,11 +46,9 @@ class Arena:
         self._lent[id(watch)] = watch, block
         return torch.from_numpy(lent).view(shape)
 
-    def _map(self, size: int) -> _Block:
-        raw = np.empty(size + _ALIGN, dtype=np.uint8)
+    def _map(self, size: int) -> Bytes:
         self.nbytes += size
-        start = -raw.ctypes.data % _ALIGN
-        return raw[start : start + size]
+        return self._region.take(size)
 
     def _return(self, watch: _Lent) -> None:
         _, block = self._lent.pop(id(watch))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bifolio.errors import UnsupportedError
 from bifolio.kernels.arena import Arena
+from bifolio.kernels.memory import Region
 from bifolio.kernels.native_attention import AttentionOps
 from bifolio.kernels.native_linear import LinearOps
 
@@ -70,6 +71,7 @@ class NativeOps(LinearOps, AttentionOps):
         except ValueError as error:
             raise UnsupportedError(f"{error} (option isa or {ISA_VARIABLE})") from error
         self._arena = Arena()
+        self._region = Region()
 
     @property
     def isa(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bifolio.formats import Number, Scaling, WeightFormat
 from bifolio.kernels.arena import Arena
+from bifolio.kernels.memory import Region
 from bifolio.kernels.ops import Norm, Weight
 from bifolio.kernels.tensor import QuantTensor
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from bifolio import _native
 
 _FP8_BLOCK_GROUP = 128
-_ALIGN = 64
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -42,11 +42,12 @@ class LinearOps:
 
     _runtime: _native.Runtime
     _arena: Arena
+    _region: Region
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> NativeWeight:
         """Pack a weight; the QuantTensor is not kept."""
         layout = _layout(weight)
-        packed = _aligned_bytes(layout.packed_bytes)
+        packed = torch.from_numpy(self._region.take(layout.packed_bytes))
         codes, scales, offsets = (
             None if part is None else part.contiguous()
             for part in (weight.codes, _spread_tensor_scale(weight), weight.offsets)
@@ -152,12 +153,6 @@ def _spread_tensor_scale(weight: QuantTensor) -> Tensor | None:
         assert weight.scales is not None
         return weight.scales.expand(weight.n)
     return weight.scales
-
-
-def _aligned_bytes(count: int) -> Tensor:
-    raw = torch.empty(count + _ALIGN, dtype=torch.uint8)
-    start = -raw.data_ptr() % _ALIGN
-    return raw[start : start + count]
 
 
 def _address(tensor: Tensor | None) -> int:

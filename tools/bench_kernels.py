@@ -1,0 +1,176 @@
+"""Native linear kernels against what the machine can do, measured in the same run.
+
+    python tools/bench_kernels.py [--formats …] [--models …] [--rows …] [--threads N] [--isa …]
+
+The ceiling of a product is the greater of (bytes of the packed weight / read bandwidth) and
+(2 · rows · n · k / peak), the peak being that of a loop in registers. Each product runs over enough
+copies of its weight to exceed the caches, in one recorded pass, as the layers of a model do. The
+bandwidth is measured again beside each product, since neighbours on the machine take their share;
+figures are the best of several. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from bifolio.formats import Number, WeightFormat
+from bifolio.kernels.memory import map_tensor
+from bifolio.kernels.native import NativeOps
+from bifolio.quant import encode
+
+MODELS = {
+    "smollm2-135m": {
+        "qkv": (960, 576),
+        "o": (576, 576),
+        "gate_up": (3072, 576),
+        "down": (576, 1536),
+        "head": (49152, 576),
+    },
+    "qwen2.5-0.5b": {
+        "qkv": (1152, 896),
+        "o": (896, 896),
+        "gate_up": (9728, 896),
+        "down": (896, 4864),
+        "head": (151936, 896),
+    },
+}
+FORMATS = ("bf16", "fp8", "int8", "int8:a8", "int8:g32:a8", "int4:g32", "int4:g32:a8")
+PRODUCTS = {Number.FP32: "fp32", Number.BF16: "bf16", Number.INT8: "int8"}
+BEYOND_CACHES = 96 << 20
+
+
+def best(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of several runs."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+class Machine:
+    """Ceilings of this machine with the threads and instruction set of `ops`."""
+
+    def __init__(self, ops: NativeOps) -> None:
+        self._runtime = ops._runtime
+        self._sink = torch.zeros(1, dtype=torch.int64)
+        self._buffer = map_tensor(256 << 20).fill_(1)
+        self.peaks = {name: self._peak(i) for i, name in enumerate(PRODUCTS.values())}
+
+    def read_bytes(self) -> float:
+        """Bytes per second of plain reads from memory."""
+        return self._buffer.nbytes / best(
+            lambda: self._runtime.read_probe(
+                data=self._buffer.data_ptr(),
+                bytes=self._buffer.nbytes,
+                sink=self._sink.data_ptr(),
+            ),
+            repeats=5,
+        )
+
+    def _peak(self, product: int) -> float:
+        done = torch.zeros(1, dtype=torch.int64)
+        seconds = best(
+            lambda: self._runtime.peak_probe(
+                product=product,
+                repeats=200,
+                operations=done.data_ptr(),
+                sink=self._sink.data_ptr(),
+            ),
+            repeats=20,
+        )
+        return done.item() / seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    model: str
+    name: str
+    format: str
+    rows: int
+    microseconds: float
+    bound: str
+    ceiling_microseconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ceiling_microseconds / self.microseconds
+
+
+def measure(
+    ops: NativeOps, machine: Machine, model: str, name: str, fmt: WeightFormat, rows: int
+) -> Result:
+    n, k = MODELS[model][name]
+    one = encode(torch.randn(n, k), fmt)
+    # Many rows read a weight once for much arithmetic: copies beyond the caches change nothing.
+    copies = min(400, -(-BEYOND_CACHES // fmt.nbytes(n, k))) if rows <= 64 else 2
+    weights = [ops.prepare(one) for _ in range(copies)]
+    x = torch.randn(rows, k)
+    with ops.record() as tape:
+        for weight in weights:
+            ops.linear(x, weight)
+    seconds, bandwidth = [], []
+    for _ in range(3):
+        bandwidth.append(machine.read_bytes())
+        seconds.append(best(tape.replay, 5) / copies)
+    number = "int8" if fmt.int8_activations else "fp32" if fmt.number is Number.FP32 else "bf16"
+    reading = weights[0].nbytes / max(bandwidth)
+    computing = 2 * rows * n * k / machine.peaks[number]
+    return Result(
+        model=model,
+        name=name,
+        format=str(fmt),
+        rows=rows,
+        microseconds=min(seconds) * 1e6,
+        bound="bytes" if reading > computing else number,
+        ceiling_microseconds=max(reading, computing) * 1e6,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"], choices=list(MODELS))
+    parser.add_argument("--names", nargs="+", default=None, help="of the products; all by default")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 512])
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--isa", default=None)
+    args = parser.parse_args()
+    ops = NativeOps(args.threads, args.isa)
+    machine = Machine(ops)
+    print(
+        f"{ops.isa}, {ops.threads} threads; reads {machine.read_bytes() / 1e9:.1f} GB/s; peaks "
+        + ", ".join(f"{name} {peak / 1e9:.0f} G/s" for name, peak in machine.peaks.items())
+    )
+    print(f"{'model':13} {'product':8} {'format':12} {'rows':>4} {'µs':>9} {'ceiling':>9}  of it")
+    results = []
+    for model in args.models:
+        for fmt in args.formats:
+            for name in args.names or MODELS[model]:
+                for rows in args.rows:
+                    found = measure(ops, machine, model, name, WeightFormat.parse(fmt), rows)
+                    results.append(found)
+                    print(
+                        f"{model:13} {name:8} {fmt:12} {rows:4} {found.microseconds:9.1f} "
+                        f"{found.ceiling_microseconds:9.1f}  {found.ratio:4.0%} {found.bound}",
+                        flush=True,
+                    )
+    report = {
+        "isa": ops.isa,
+        "threads": ops.threads,
+        "peaks": machine.peaks,
+        "results": [asdict(found) | {"ratio": found.ratio} for found in results],
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
