@@ -7,24 +7,23 @@ import torch
 from numpy.typing import NDArray
 
 from bifolio.core.step import PageStamp
+from bifolio.kernels.memory import map_bytes
 from bifolio.kernels.ops import LayerCache
 from bifolio.spec import PAGE_HEADER_BYTES, PageSpec
-from bifolio.spec.page import HEADER_FILL, HEADER_SEAL, HEADER_TAG, HEADER_WRITER, PAGE_ALIGN
+from bifolio.spec.page import HEADER_FILL, HEADER_SEAL, HEADER_TAG, HEADER_WRITER
 
 
 class KVPool:
     """`pages` records of `spec`, as uint8 [pages, page_bytes], the first byte 64-byte aligned.
 
-    The memory is reserved at once and becomes resident page by page, when it is first written.
+    The memory is reserved at once and becomes resident when it is first written (in huge pages,
+    where the system has them: reading the cache takes the same bandwidth as reading weights).
     """
 
     def __init__(self, spec: PageSpec, pages: int) -> None:
         self.spec = spec
         self.pages = pages
-        size = pages * spec.page_bytes
-        reserved = np.zeros(size + PAGE_ALIGN, dtype=np.uint8)
-        skip = -reserved.ctypes.data % PAGE_ALIGN
-        self._bytes = reserved[skip : skip + size].reshape(pages, spec.page_bytes)
+        self._bytes = map_bytes(pages * spec.page_bytes).reshape(pages, spec.page_bytes)
         self.tensor = torch.from_numpy(self._bytes)
         self.headers: NDArray[np.uint64] = self._bytes.view(np.uint64)[:, : PAGE_HEADER_BYTES // 8]
         """Header words [pages, 8], a view: `spec.page` names them."""
