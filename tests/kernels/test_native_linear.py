@@ -225,6 +225,14 @@ def test_a_row_of_zeros_gives_the_bias(isa: str, fmt: str) -> None:
     assert torch.equal(y, bias.expand(2, 40))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_too_small_for_a_scale_count_as_zeros(isa: str) -> None:
+    ops, bias = _OPS[isa, 1], random(40, seed=1)
+    prepared = ops.prepare(weight("int4:g32:a8", 40, 64), bias)
+    for tiny in (2.0**-121, 1e-45):
+        assert torch.equal(ops.linear(torch.full((1, 64), tiny), prepared)[0], bias)
+
+
 def test_no_rows_give_no_rows() -> None:
     ops = _OPS[ISAS[-1], 2]
     assert ops.linear(torch.zeros(0, 64), ops.prepare(weight("bf16", 40, 64))).shape == (0, 40)

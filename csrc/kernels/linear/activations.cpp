@@ -9,34 +9,50 @@ constexpr int64_t kAlign = 64;
 constexpr float kInt8Max = 127.0F;
 constexpr float kLog2E = 1.44269504F;
 
+using UintLanes [[gnu::vector_size(kLanes * 4)]] = uint32_t;
+
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// The first `count` of kLanes numbers, zeros behind them.
-Lanes load_some(const float* p, int64_t count) {
-  if (count >= kLanes) return load(p);
-  Lanes x{};
-  if (count > 0) std::memcpy(&x, p, static_cast<std::size_t>(count) * sizeof(float));
-  return x;
+// How to read a whole vector, and the last one of a row, with zeros behind it.
+struct Whole {
+  Lanes operator()(const float* p) const { return load(p); }
+};
+
+struct Part {
+  int64_t count;
+  Lanes operator()(const float* p) const {
+    Lanes x{};
+    std::memcpy(&x, p, static_cast<std::size_t>(count) * sizeof(float));
+    return x;
+  }
+};
+
+// body(i, read) for the vectors at 0, kLanes, … of k numbers.
+template <class Body>
+void each_vector(int64_t k, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= k; i += kLanes) body(i, Whole{});
+  if (i < k) body(i, Part{k - i});
 }
 
-// Writes f(x) to y, k_padded numbers: zeros beyond k.
-void copy_row(const float* x, int64_t k, int64_t k_padded, float* y) {
-  for (int64_t i = 0; i < k_padded; i += kLanes) store(y + i, load_some(x + i, k - i));
+// The functions f(x) write whole vectors, zeros beyond k.
+
+void copy_row(const float* x, int64_t k, float* y) {
+  each_vector(k, [&](int64_t i, const auto& read) { store(y + i, read(x + i)); });
 }
 
-void norm_row(const float* x, const float* gain, float eps, int64_t k, int64_t k_padded,
-              float* y) {
-  Lanes squares[2] = {};
-  for (int64_t i = 0; i < k_padded; i += kLanes) {
-    const Lanes v = load_some(x + i, k - i);
-    Lanes& sum = squares[i / kLanes % 2];
+void norm_row(const float* x, const float* gain, float eps, int64_t k, float* y) {
+  Lanes squares[4] = {};
+  each_vector(k, [&](int64_t i, const auto& read) {
+    const Lanes v = read(x + i);
+    Lanes& sum = squares[i / kLanes % 4];
     sum = fma(v, v, sum);
-  }
-  const float mean = sum_lanes(squares[0] + squares[1]) / static_cast<float>(k);
-  const Lanes inverse = splat(1.0F / std::sqrt(mean + eps));
-  for (int64_t i = 0; i < k_padded; i += kLanes) {
-    store(y + i, load_some(gain + i, k - i) * (load_some(x + i, k - i) * inverse));
-  }
+  });
+  const float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  const Lanes inverse = splat(1.0F / std::sqrt(sum / static_cast<float>(k) + eps));
+  each_vector(k, [&](int64_t i, const auto& read) {
+    store(y + i, read(gain + i) * (read(x + i) * inverse));
+  });
 }
 
 // x * sigmoid(x); the exponential is taken of what is not above 0, so nothing overflows.
@@ -45,15 +61,15 @@ Lanes silu(Lanes x) {
   return x * ((x < 0 ? e : splat(1.0F)) / (e + 1.0F));
 }
 
-void gate_row(const float* x, int64_t k, int64_t k_padded, float* y) {
-  for (int64_t i = 0; i < k_padded; i += kLanes) {
-    store(y + i, silu(load_some(x + i, k - i)) * load_some(x + k + i, k - i));
-  }
+void gate_row(const float* x, int64_t k, float* y) {
+  each_vector(k, [&](int64_t i, const auto& read) {
+    store(y + i, silu(read(x + i)) * read(x + k + i));
+  });
 }
 
-// Codes of a row and their scale, absmax / 127. The greatest magnitude is found among the bits, as
-// integers, where a NaN is greater than all numbers: a row that holds one gets NaN for its scale.
-float quantize_row(const float* f, int64_t k_padded, int8_t* codes) {
+// The greatest magnitude of a row, found among the bits as integers. There a NaN is greater than
+// all numbers, so it is what a row that holds one gives.
+float greatest_magnitude(const float* f, int64_t k_padded) {
   IntLanes greatest{};
   for (int64_t i = 0; i < k_padded; i += kLanes) {
     const IntLanes magnitude = bits(load(f + i)) & 0x7fffffff;
@@ -61,39 +77,61 @@ float quantize_row(const float* f, int64_t k_padded, int8_t* codes) {
   }
   int32_t most = 0;
   for (int lane = 0; lane < kLanes; ++lane) most = greatest[lane] > most ? greatest[lane] : most;
-  const float scale = most == 0 ? 1.0F : __builtin_bit_cast(float, most) / kInt8Max;
+  return __builtin_bit_cast(float, most);
+}
+
+// Codes of a row and their scale, absmax / 127. A row that is not finite gets such a scale, and so
+// a result that shows it.
+float quantize_row(const float* f, int64_t k_padded, int8_t* codes) {
+  constexpr float kLeast = 0x1p-120F;  // below, 127 / absmax overflows: such a row counts as zeros
   constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer, half to even
+  const float absmax = greatest_magnitude(f, k_padded);
+  const bool zeros = absmax < kLeast;
+  const Lanes inverse = splat(zeros ? 0.0F : kInt8Max / absmax);
   using Bytes [[gnu::vector_size(kLanes)]] = int8_t;
   for (int64_t i = 0; i < k_padded; i += kLanes) {
-    const Lanes q = load(f + i) / scale;
-    const Lanes clamped = max(splat(-kInt8Max), q > kInt8Max ? splat(kInt8Max) : q);
-    const IntLanes whole = bits(clamped + kRound) - bits(splat(kRound));
-    const auto bytes = __builtin_convertvector(whole, Bytes);
+    const IntLanes code = bits(load(f + i) * inverse + kRound) - bits(splat(kRound));
+    const auto bytes = __builtin_convertvector(code, Bytes);
     std::memcpy(codes + i, &bytes, sizeof bytes);
   }
-  return scale;
+  return zeros ? 1.0F : absmax / kInt8Max;
 }
 
 // The numbers of a row as bf16, inputs 0, 2, 1, 3 of each quad; f becomes the rounded numbers.
 void round_row(float* f, int64_t k_padded, uint16_t* halves) {
+  using Halves [[gnu::vector_size(kLanes * 2)]] = uint16_t;
   for (int64_t i = 0; i < k_padded; i += kLanes) {
     const Lanes rounded = round_to_bf16(load(f + i));
     store(f + i, rounded);
-    uint32_t words[kLanes];
-    std::memcpy(words, &rounded, sizeof words);
-    for (int j = 0; j < kLanes; j += 4) {
-      halves[i + j] = static_cast<uint16_t>(words[j] >> 16);
-      halves[i + j + 1] = static_cast<uint16_t>(words[j + 2] >> 16);
-      halves[i + j + 2] = static_cast<uint16_t>(words[j + 1] >> 16);
-      halves[i + j + 3] = static_cast<uint16_t>(words[j + 3] >> 16);
-    }
+    const auto narrow =
+        __builtin_convertvector(reinterpret_cast<UintLanes>(rounded) >> 16, Halves);
+#if defined(__AVX512F__)
+    const Halves mixed = __builtin_shufflevector(narrow, narrow, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9,
+                                                 11, 12, 14, 13, 15);
+#elif defined(__AVX2__)
+    const Halves mixed = __builtin_shufflevector(narrow, narrow, 0, 2, 1, 3, 4, 6, 5, 7);
+#else
+    const Halves mixed = __builtin_shufflevector(narrow, narrow, 0, 2, 1, 3);
+#endif
+    std::memcpy(halves + i, &mixed, sizeof mixed);
   }
 }
 
-int32_t sum_codes(const int8_t* codes, int64_t count) {
-  int32_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += codes[i];
-  return sum;
+// Sums of the codes of each group, at sums[group * rows].
+template <class Finish>
+void sum_codes(const WeightLayout& layout, const int8_t* codes, int64_t groups, int64_t rows,
+               int32_t* quad_sums, int32_t* sums, const Finish& finish) {
+  const int64_t quads = layout.group_quads();
+  const IntLanes ones = splat(0x01010101);
+  for (int64_t q = 0; q < groups * quads; q += kLanes) {
+    const IntLanes sum = dot_bytes<true>(IntLanes{}, ones, load_words(codes + q * kQuad));
+    std::memcpy(quad_sums + q, &sum, sizeof sum);
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    int32_t sum = 0;
+    for (int64_t q = 0; q < quads; ++q) sum += quad_sums[g * quads + q];
+    sums[g * rows] = finish(sum);
+  }
 }
 
 float sum_numbers(const float* f, int64_t count) {
@@ -102,41 +140,70 @@ float sum_numbers(const float* f, int64_t count) {
   return sum_lanes(sum);
 }
 
-// Turns f into the words, group sums and scale of row r.
-void pack_row(const WeightLayout& layout, const RowShape& shape, float* f, int32_t* temporary,
-              int64_t r, int64_t rows, int32_t* words, int32_t* sums, float* scales) {
-  int32_t* row = rows == 1 ? words : temporary;
-  const int64_t group = layout.group_quads() * kQuad;
-  if (layout.int8_activations) {
-    auto* codes = reinterpret_cast<int8_t*>(row);
-    scales[r] = quantize_row(f, shape.k_padded, codes);
+// Memory of one thread: f(x), the packed row before it is interleaved, and sums of quads.
+struct Temporary {
+  Temporary(uint8_t* memory, const RowShape& shape)
+      : f(reinterpret_cast<float*>(memory)),
+        row(reinterpret_cast<int32_t*>(memory) + shape.k_padded),
+        quad_sums(row + shape.k_padded) {}
+
+  float* f;
+  int32_t* row;
+  int32_t* quad_sums;
+};
+
+// Where the words, sums and scale of row r of a block go.
+struct Slot {
+  int32_t* words;
+  int32_t* sums;
+  float* scale;
+  int64_t rows;
+};
+
+void pack_int8(const WeightLayout& layout, const RowShape& shape, const Temporary& memory,
+               const float* f, int32_t* row, const Slot& slot) {
+  auto* codes = reinterpret_cast<int8_t*>(row);
+  *slot.scale = quantize_row(f, shape.k_padded, codes);
+  if (layout.offsets) {
+    sum_codes(layout, codes, shape.sums, slot.rows, memory.quad_sums, slot.sums, [](int32_t sum) {
+      return __builtin_bit_cast(int32_t, static_cast<float>(sum));
+    });
+  } else {
     const int32_t zero = layout.codes == Codes::int4 ? 8 : 128;
-    for (int64_t g = 0; g < shape.sums; ++g) {
-      const int32_t sum = sum_codes(codes + g * group, group);
-      sums[g * rows + r] = layout.offsets
-                               ? __builtin_bit_cast(int32_t, static_cast<float>(sum))
-                               : -zero * sum;
-    }
+    sum_codes(layout, codes, shape.sums, slot.rows, memory.quad_sums, slot.sums,
+              [zero](int32_t sum) { return -zero * sum; });
+  }
+}
+
+// Turns f into words, group sums and scale.
+void pack_row(const WeightLayout& layout, const RowShape& shape, const Temporary& memory,
+              const Slot& slot) {
+  int32_t* row = slot.rows == 1 ? slot.words : memory.row;
+  float* f = memory.f;
+  if (layout.int8_activations) {
+    pack_int8(layout, shape, memory, f, row, slot);
   } else if (layout.codes == Codes::fp32) {
     std::memcpy(row, f, static_cast<std::size_t>(shape.k_padded) * sizeof(float));
   } else {
     round_row(f, shape.k_padded, reinterpret_cast<uint16_t*>(row));
+    const int64_t group = layout.group_quads() * kQuad;
     for (int64_t g = 0; g < shape.sums; ++g) {
-      sums[g * rows + r] = __builtin_bit_cast(int32_t, sum_numbers(f + g * group, group));
+      slot.sums[g * slot.rows] =
+          __builtin_bit_cast(int32_t, sum_numbers(f + g * group, group));
     }
   }
-  if (rows == 1) return;
-  for (int64_t i = 0; i < shape.words; ++i) words[i * rows + r] = row[i];
+  if (slot.rows == 1) return;
+  for (int64_t i = 0; i < shape.words; ++i) slot.words[i * slot.rows] = row[i];
 }
 
-void activate(const LinearArgs& a, const float* x, int64_t k_padded, float* f) {
+void activate(const LinearArgs& a, const float* x, float* f) {
   const int64_t k = a.layout.k;
   if (a.gain) {
-    norm_row(x, a.gain, a.eps, k, k_padded, f);
+    norm_row(x, a.gain, a.eps, k, f);
   } else if (a.gated) {
-    gate_row(x, k, k_padded, f);
+    gate_row(x, k, f);
   } else {
-    copy_row(x, k, k_padded, f);
+    copy_row(x, k, f);
   }
 }
 
@@ -156,7 +223,7 @@ int64_t RowShape::block_bytes(int64_t rows) const {
   return aligned(rows * (words + sums + 1) * 4 + kLanes * 4);
 }
 
-int64_t RowShape::temporary_bytes() const { return aligned(2 * k_padded * 4); }
+int64_t RowShape::temporary_bytes() const { return aligned(3 * k_padded * 4); }
 
 RowBlock view_block(const RowShape& shape, int64_t rows, const uint8_t* block) {
   const auto* sums = reinterpret_cast<const int32_t*>(block);
@@ -168,13 +235,16 @@ RowBlock pack_block(const LinearArgs& args, const RowShape& shape, int64_t first
                     int64_t rows, uint8_t* block, uint8_t* temporary) {
   const RowBlock view = view_block(shape, rows, block);
   if (count < rows) std::memset(block, 0, static_cast<std::size_t>(shape.block_bytes(rows)));
-  auto* f = reinterpret_cast<float*>(temporary);
-  auto* row = reinterpret_cast<int32_t*>(temporary) + shape.k_padded;
+  const Temporary memory(temporary, shape);
+  for (int64_t i = args.layout.k; i < shape.k_padded; ++i) memory.f[i] = 0;
   const int64_t width = args.layout.k * (args.gated ? 2 : 1);
   for (int64_t r = 0; r < count; ++r) {
-    activate(args, args.x + (first + r) * width, shape.k_padded, f);
-    pack_row(args.layout, shape, f, row, r, rows, const_cast<int32_t*>(view.words),
-             const_cast<int32_t*>(view.sums), const_cast<float*>(view.scales));
+    activate(args, args.x + (first + r) * width, memory.f);
+    pack_row(args.layout, shape, memory,
+             {.words = const_cast<int32_t*>(view.words) + r,
+              .sums = const_cast<int32_t*>(view.sums) + r,
+              .scale = const_cast<float*>(view.scales) + r,
+              .rows = rows});
   }
   return view;
 }

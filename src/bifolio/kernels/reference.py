@@ -14,6 +14,8 @@ from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight
 from bifolio.kernels.tensor import QuantTensor
 
 _INT8_MAX = 127.0
+_LEAST_ABSMAX = 2.0**-120
+"""A row whose greatest magnitude is less counts as zeros: 127 / absmax would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,8 @@ def round_activations(x_tk: Tensor, fmt: WeightFormat) -> Tensor:
     """What a weight of this format meets: x rounded to int8 per token, to bf16, or x itself."""
     if fmt.int8_activations:
         absmax = x_tk.abs().amax(dim=-1, keepdim=True)
-        scale = torch.where(absmax == 0, torch.ones_like(absmax), absmax / _INT8_MAX)
-        return torch.round(x_tk / scale) * scale
+        inverse = torch.where(absmax < _LEAST_ABSMAX, 0.0, _INT8_MAX / absmax)
+        return torch.round(x_tk * inverse) * (absmax / _INT8_MAX)
     if fmt.number is Number.FP32:
         return x_tk
     return x_tk.to(torch.bfloat16).to(torch.float32)
