@@ -1,0 +1,81 @@
+"""This machine as a device: what its memory and its kernels reach, measured now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from bifolio.cli.machine import read_limits, read_processor
+from bifolio.formats import BF16, WeightFormat
+from bifolio.planner.hardware import Device
+
+if TYPE_CHECKING:
+    from bifolio.kernels.native import NativeOps
+    from bifolio.kernels.tensor import QuantTensor
+
+_SIDE, _ROWS, _COPIES = 4096, 256, 4
+_REPEATS = 8
+
+
+def measure_machine() -> Device:
+    """Bytes and operations a second of the native kernels, the best of a few runs.
+
+    One row times weights that no cache holds reads at memory speed; many rows multiply at the
+    arithmetic units' speed. UnsupportedError where the native kernels are not built.
+    """
+    from bifolio.kernels.native import NativeOps
+
+    ops = NativeOps()
+    limits, processor = read_limits(), read_processor()
+    memory = limits.memory_limit or limits.memory_total
+    assert memory is not None, "a machine that runs native kernels tells its memory"
+    int8 = WeightFormat.parse("int8:a8")
+    return Device(
+        name="this",
+        memory_bytes=memory,
+        read_bytes=_read_rate(ops, BF16),
+        bf16_ops=_multiply_rate(ops, BF16),
+        int8_ops=_multiply_rate(ops, int8),
+        source=f"{processor.name}, {ops.threads} threads, {ops.isa}: native kernels measured now",
+    )
+
+
+def _read_rate(ops: NativeOps, fmt: WeightFormat) -> float:
+    """Bytes a second of one row times a few matrices in turn."""
+    import torch
+
+    weights = [ops.prepare(_random(fmt)) for _ in range(_COPIES)]
+    x = torch.randn(1, _SIDE)
+
+    def run() -> None:
+        for weight in weights:
+            ops.linear(x, weight)
+
+    return _COPIES * fmt.nbytes(_SIDE, _SIDE) / _best(run)
+
+
+def _multiply_rate(ops: NativeOps, fmt: WeightFormat) -> float:
+    """Operations a second of many rows times one matrix."""
+    import torch
+
+    weight, x = ops.prepare(_random(fmt)), torch.randn(_ROWS, _SIDE)
+    return 2.0 * _ROWS * _SIDE * _SIDE / _best(lambda: ops.linear(x, weight))
+
+
+def _random(fmt: WeightFormat) -> QuantTensor:
+    import torch
+
+    from bifolio.quant import encode
+
+    return encode(torch.randn(_SIDE, _SIDE), fmt)
+
+
+def _best(run: Callable[[], object]) -> float:
+    """Seconds of the fastest run."""
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,124 @@
+"""What `bifolio plan` is asked about: a preset, a config.json, a folder or a GGUF file; a device.
+
+No weights are read, only headers, and no torch is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bifolio.errors import CheckpointError, ConfigError
+from bifolio.formats import BF16, Number, Scaling, WeightFormat
+from bifolio.models.gguf import TYPES, GGUFFile
+from bifolio.models.gguf_spec import gguf_spec
+from bifolio.planner.hardware import Device, find_device
+from bifolio.planner.presets import PRESETS
+from bifolio.planner.shapes import Kind
+from bifolio.planner.storage import Storage, read_checkpoint
+from bifolio.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model and how its checkpoint stores it. `launch` is what other engines would load."""
+
+    name: str
+    launch: str
+    spec: ModelSpec
+    stored: Storage
+    notes: tuple[str, ...] = ()
+
+
+def find_model(name: str) -> PlannedModel:
+    """A preset's name, a folder in the Hugging Face layout, a config.json or a .gguf file.
+
+    ConfigError lists the presets; CheckpointError names the file that cannot be read.
+    """
+    if preset := PRESETS.get(name.lower()):
+        spec, stored = read_checkpoint(preset.config)
+        notes = (preset.note,) if preset.note else ()
+        return PlannedModel(name.lower(), preset.hub_id, spec, stored, notes)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        spec, stored = read_checkpoint(_read_json(path / "config.json"))
+        return PlannedModel(name, name, spec, stored, _on_disk(path))
+    if path.suffix == ".json" and path.is_file():
+        spec, stored = read_checkpoint(_read_json(path))
+        return PlannedModel(name, str(path.parent), spec, stored)
+    if path.suffix == ".gguf" and path.is_file():
+        return _from_gguf(name, path)
+    raise ConfigError(
+        f"there is no model {name!r}; give a folder, a config.json, a .gguf file, or one of "
+        f"{', '.join(PRESETS)}"
+    )
+
+
+def find_hardware(name: str, memory_bytes: int | None) -> Device:
+    """A device by name, `this` for the machine at hand; `memory_bytes` replaces its memory."""
+    if name.lower() == "this":
+        from bifolio.cli.plan_machine import measure_machine
+
+        device = measure_machine()
+    else:
+        device = find_device(name)
+    return device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found
+
+
+def _on_disk(folder: Path) -> tuple[str, ...]:
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        return ()
+    size = sum(file.stat().st_size for file in files)
+    return (f"the folder's {len(files)} safetensors files take {size:,} B",)
+
+
+_GGUF_FORMATS = {
+    "Q4_0": WeightFormat(Number.INT4, Scaling.GROUP, 32),
+    "Q4_1": WeightFormat(Number.INT4, Scaling.GROUP, 32, zero_points=True),
+    "Q8_0": WeightFormat(Number.INT8, Scaling.GROUP, 32),
+}
+"""Block types that are kept in their own bits; all others become bf16 at load."""
+
+_GGUF_KINDS = {
+    "token_embd": Kind.EMBEDDING,
+    "output": Kind.HEAD,
+    "attn_q": Kind.ATTENTION,
+    "attn_k": Kind.ATTENTION,
+    "attn_v": Kind.ATTENTION,
+    "attn_output": Kind.ATTENTION,
+    "ffn_gate": Kind.DENSE_MLP,
+    "ffn_up": Kind.DENSE_MLP,
+    "ffn_down": Kind.DENSE_MLP,
+}
+"""Kinds of matrices by the last part of their name before `.weight`."""
+
+
+def _from_gguf(name: str, path: Path) -> PlannedModel:
+    file = GGUFFile(path)
+    sizes: dict[Kind, Counter[WeightFormat]] = {}
+    for tensor_name, tensor in file.tensors.items():
+        part = tensor_name.removesuffix(".weight").rpartition(".")[2]
+        if tensor_name.endswith(".weight") and part in _GGUF_KINDS:
+            fmt = _GGUF_FORMATS.get(TYPES[tensor.type].name, BF16)
+            sizes.setdefault(_GGUF_KINDS[part], Counter())[fmt] += tensor.nbytes
+    formats = {kind: count.most_common(1)[0][0] for kind, count in sizes.items()}
+    mixed = [str(kind) for kind, count in sizes.items() if len(count) > 1]
+    notes = [f"the file takes {path.stat().st_size:,} B"]
+    if mixed:
+        notes.append(f"{', '.join(mixed)}: several formats; the most frequent is counted for all")
+    stored = Storage(tuple(formats.items()), "as in the file; K-quants become bf16")
+    return PlannedModel(name, str(path), gguf_spec(file), stored, tuple(notes))

@@ -1,0 +1,248 @@
+"""How `bifolio plan` shows its answers: tables for people, dictionaries for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from bifolio.planner.capacity import Capacity
+from bifolio.planner.export import Export
+from bifolio.planner.phases import Choice
+from bifolio.planner.published import Published
+from bifolio.planner.report import Report
+from bifolio.planner.shapes import Kind
+from bifolio.planner.speed import Range
+
+
+def print_report(report: Report) -> None:
+    """The whole answer, section by section."""
+    question, deployment = report.question, report.question.deployment
+    _show(
+        Text.assemble(
+            (question.name, "bold"),
+            f" on {deployment.tp} × {deployment.device.name}, plan {question.plan}",
+        ),
+        _titled("Memory of each device", _memory_table(report)),
+        _titled("Cache", _cache_table(report)),
+        _titled("Decode ceilings", _decode_table(report)),
+        _titled("Prefill ceiling", Text(_prefill_line(report))),
+        _titled("Fastest weights", _ranges_table(report)),
+        _titled("Cheapest plan for this workload", _best_table(report)),
+        _titled("Assumptions", _lines(report.assumptions)),
+    )
+
+
+def print_published(published: Published) -> None:
+    """Predictions beside published values."""
+    capacity = _table("", "published", "predicted", "", "")
+    for row in published.capacity:
+        digits = ",.0f" if row.unit == "tokens" else ",.1f"
+        capacity.add_row(
+            row.what,
+            f"{row.published:,.0f} {row.unit}",
+            f"{row.predicted:{digits}} {row.unit}",
+            f"{row.error:+.1%}",
+            _mark(row.agrees),
+        )
+    ratios = _table("", "published", "predicted", "direction")
+    for ratio in published.ratios:
+        ratios.add_row(
+            ratio.what, f"×{ratio.published:.2f}", f"×{ratio.predicted:.2f}", _mark(ratio.agrees)
+        )
+    speed = _table("", "published tokens/s", "ceiling", "reached")
+    for rate in published.speed:
+        speed.add_row(
+            rate.what, f"{rate.published:,.0f}", f"{rate.ceiling:,.0f}", f"{rate.share:.0%}"
+        )
+    notes = [f"{ratio.what}: {ratio.note}" for ratio in published.ratios if ratio.note]
+    _show(
+        _titled("Capacity, within 3 %", capacity),
+        _titled("What a format does to speed", ratios),
+        _titled("Measured speed beside the ceiling", speed),
+        _titled("Assumptions", _lines([*published.assumptions, *notes])),
+    )
+
+
+def published_dict(published: Published) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "capacity": [
+            asdict(row) | {"error": row.error, "agrees": row.agrees} for row in published.capacity
+        ],
+        "speed": [asdict(row) | {"share": row.share} for row in published.speed],
+        "ratios": [asdict(row) | {"agrees": row.agrees} for row in published.ratios],
+        "assumptions": list(published.assumptions),
+    }
+
+
+def print_export(export: Export) -> None:
+    """Commands as they can be pasted, and below them what gets lost."""
+    for command in export.commands:
+        print(command)
+    _show(_titled(f"What {export.engine} cannot do of this plan", _lines(export.lost)))
+
+
+def export_dict(export: Export) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "engine": export.engine,
+        "commands": list(export.commands),
+        "cannot": list(export.lost),
+    }
+
+
+def _show(*parts: RenderableType) -> None:
+    Console(highlight=False, markup=False).print(Group(*parts))
+
+
+def _titled(title: str, body: RenderableType) -> RenderableType:
+    return Group(Text(f"\n{title}", style="bold"), Padding(body, (0, 0, 0, 2)))
+
+
+def _table(*headers: str) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(headers))
+    for place, header in enumerate(headers):
+        table.add_column(header, justify="left" if place == 0 else "right")
+    return table
+
+
+def _lines(lines: Iterable[str]) -> RenderableType:
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    for line in lines:
+        table.add_row("·", line)
+    return table
+
+
+def _mark(agrees: bool) -> Text:
+    return Text("✓", style="green") if agrees else Text("✗", style="red")
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:,.3f} MB"
+
+
+def _rooms(report: Report) -> list[tuple[str, Capacity]]:
+    plan = report.question.plan
+    if plan.prefill == plan.decode:
+        return [("both phases", report.decode_room)]
+    return [("prefill", report.prefill_room), ("decode", report.decode_room)]
+
+
+def _memory_table(report: Report) -> Table:
+    rooms, deployment = _rooms(report), report.question.deployment
+    table = _table("", *(name for name, _ in rooms))
+    for kind in Kind:
+        sizes = [room.weights.get(kind) for _, room in rooms]
+        if any(sizes):
+            name = str(kind).replace("_", " ")
+            table.add_row(name, *(_gigabytes(size or 0) for size in sizes))
+    table.add_row("weights", *(_gigabytes(room.weight_bytes) for _, room in rooms), style="bold")
+    table.add_row("cache", *(_gigabytes(room.cache_bytes) for _, room in rooms))
+    rest = deployment.device.memory_bytes - deployment.usable_bytes
+    table.add_row("left free", *([_gigabytes(rest)] * len(rooms)))
+    return table
+
+
+def _cache_table(report: Report) -> Table:
+    rooms, workload = _rooms(report), report.question.workload
+    table = _table("", *(name for name, _ in rooms))
+    table.add_row("format", *(str(room.page.cache) for _, room in rooms))
+    table.add_row("bytes per token", *(f"{room.page.token_bytes:,.0f}" for _, room in rooms))
+    table.add_row("tokens that fit", *(f"{room.tokens:,}" for _, room in rooms), style="bold")
+    each = f"{workload.reserved:,.0f} tokens each"
+    table.add_row(f"requests of {each}", *[""] * (len(rooms) - 1), f"{report.requests:,}")
+    return table
+
+
+def _decode_table(report: Report) -> Table:
+    price = report.question.price
+    headers = ("requests", "tokens/s", "of each", "ms/token", "waits for")
+    table = _table(*headers, *(["cost/M"] if price is not None else []), "")
+    for speed in report.decode:
+        cost = [_money(report.cost_at(speed))] if price is not None else []
+        last = speed.concurrency == report.requests
+        table.add_row(
+            f"{speed.concurrency:,}",
+            f"{speed.tokens_per_second:,.0f}",
+            f"{1 / speed.seconds:,.1f}",
+            f"{speed.seconds * 1e3:,.2f}",
+            speed.bound,
+            *cost,
+            "full" if last else "" if speed.fits else "too many",
+            style=None if speed.fits else "dim",
+        )
+    return table
+
+
+def _prefill_line(report: Report) -> str:
+    speed, workload = report.prefill, report.question.workload
+    line = (
+        f"{speed.tokens_per_second:,.0f} tokens/s, waits for {speed.bound}; a prompt of "
+        f"{workload.mean_prompt:,.0f} tokens alone takes {speed.first_token * 1e3:,.0f} ms"
+    )
+    cost = report.cost_in
+    return line if cost is None else f"{line}; {_money(cost)} per million tokens in"
+
+
+def _money(amount: float | None) -> str:
+    return "–" if amount is None else f"{amount:,.3g}"
+
+
+def _ranges_table(report: Report) -> Table:
+    table = _table("")
+    table.add_row(f"decode, requests at once: {_ranges(report.decode_wins)}")
+    table.add_row(f"prefill, tokens in a step: {_ranges(report.prefill_wins)}")
+    return table
+
+
+def _ranges(found: Sequence[Range]) -> str:
+    parts = []
+    for part in found:
+        end = " and more" if part.last is None else f" to {part.last:,}"
+        span = f"{part.first:,}" if part.last == part.first else f"{part.first:,}{end}"
+        parts.append(f"{span} {' or '.join(part.winners)}")
+    return ", ".join(parts) or "no format can be cut over these devices"
+
+
+def _best_table(report: Report) -> RenderableType:
+    one, two = report.best
+    if two is None:
+        return Text("nothing fits on these devices")
+    choices = {name: c for name, c in (("one pool", one), ("two pools", two)) if c is not None}
+    table = _table("", *choices)
+    for title, cell in _CHOICE_ROWS:
+        table.add_row(title, *(cell(choice) for choice in choices.values()))
+    workload = report.question.workload
+    lines = [
+        f"{workload.mean_prompt:,.0f} tokens in, {workload.mean_output:,.0f} out"
+        + ("" if one is None else _gain(one, two))
+    ]
+    if workload.repeated is not None:
+        lines.append(
+            f"{workload.repeated:.0%} of the prompt tokens repeat earlier blocks; the plan does "
+            "not count on reusing them"
+        )
+    return Group(table, *map(Text, lines))
+
+
+_CHOICE_ROWS: tuple[tuple[str, Callable[[Choice], str]], ...] = (
+    ("prefill", lambda c: str(c.prefill.plan)),
+    ("  tokens/s", lambda c: f"{c.prefill.tokens_per_second:,.0f}"),
+    ("decode", lambda c: str(c.decode.plan)),
+    ("  tokens/s", lambda c: f"{c.decode.tokens_per_second:,.0f}"),
+    ("  requests at once", lambda c: f"{c.decode.concurrency:,}"),
+    ("worker seconds per request", lambda c: f"{c.worker_seconds:.3g}"),
+    ("prefill : decode workers", lambda c: ":".join(map(str, c.workers)) if c.pools == 2 else "–"),
+)
+
+
+def _gain(one: Choice, two: Choice) -> str:
+    saved = 1 - two.worker_seconds / one.worker_seconds
+    return f"; two pools save {saved:.0%}" if saved >= 0.005 else "; two pools save nothing"

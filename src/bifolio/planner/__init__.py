@@ -1,0 +1,1 @@
+"""Bytes, operations and money of a deployment, computed from shapes; knows no tensors."""

@@ -1,0 +1,186 @@
+"""Which weights of a model stand in which format: as published, or as a plan asks.
+
+The rules for a plan follow the published checkpoints:
+
+    int4    with experts: routed experts only, the rest bf16 (Kimi K2.6); else every linear layer
+    fp8     every linear layer; embedding, head, router and norms bf16 (DeepSeek-V3, GLM-5.2)
+    int8    as fp8
+    head=   embedding and head; without it bf16 in a model with experts, else as the linear layers
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bifolio.errors import UnsupportedError
+from bifolio.formats import BF16, Number, PhasePlan, Scaling, WeightFormat
+from bifolio.planner.shapes import Kind, Matrix, Weights
+from bifolio.spec import ModelSpec
+from bifolio.spec.config_json import read_config
+from bifolio.spec.fields import Fields
+
+LINEAR = (
+    *(Kind.ATTENTION, Kind.DENSE_MLP, Kind.ROUTED_EXPERTS),
+    *(Kind.SHARED_EXPERTS, Kind.INDEXER),
+)
+"""Kinds of the linear layers that quantised checkpoints may compress."""
+
+_TABLES = (Kind.EMBEDDING, Kind.HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A format for some kinds; every other kind is bf16. `source` says where that comes from."""
+
+    formats: tuple[tuple[Kind, WeightFormat], ...]
+    source: str
+
+    def of(self, matrix: Matrix) -> WeightFormat:
+        """The format of a matrix."""
+        return BF16 if matrix.plain else self.kind(matrix.kind)
+
+    def kind(self, kind: Kind) -> WeightFormat:
+        return dict(self.formats).get(kind, BF16)
+
+    def nbytes(self, weights: Weights, world: int = 1) -> dict[Kind, int]:
+        """Bytes of each kind on one rank."""
+        found: dict[Kind, int] = {}
+        for matrix in weights.matrices:
+            nbytes = matrix.nbytes(self.of(matrix), world)
+            found[matrix.kind] = found.get(matrix.kind, 0) + nbytes
+        for vectors in weights.vectors:
+            found[vectors.kind] = found.get(vectors.kind, 0) + vectors.nbytes
+        return {kind: found[kind] for kind in Kind if kind in found}
+
+    def describe(self) -> str:
+        """`routed_experts int4:g32, all else bf16`."""
+        by_format: dict[WeightFormat, list[Kind]] = {}
+        for kind, fmt in self.formats:
+            if fmt != BF16:
+                by_format.setdefault(fmt, []).append(kind)
+        parts = [f"{', '.join(kinds)} {fmt}" for fmt, kinds in by_format.items()]
+        return "; ".join([*parts, "all else bf16"])
+
+
+def planned(model: ModelSpec, phase: PhasePlan, stored: Storage) -> Storage:
+    """What one phase of a plan makes of a checkpoint; `weights=auto` leaves it as stored."""
+    present = [kind for kind in LINEAR if _has(model, kind)]
+    weights, source = phase.weights, stored.source
+    if weights is None:
+        formats = dict(stored.formats)
+    elif model.moe and weights.number is Number.INT4:
+        formats, source = {Kind.ROUTED_EXPERTS: weights}, f"{weights}, routed experts only"
+    else:
+        formats, source = dict.fromkeys(present, weights), f"{weights}, every linear layer"
+    if phase.head is not None:
+        formats |= dict.fromkeys(_TABLES, phase.head)
+    elif weights is not None and not model.moe:
+        formats |= dict.fromkeys(_TABLES, weights)
+    return Storage(tuple(formats.items()), source)
+
+
+def read_checkpoint(config: Mapping[str, Any]) -> tuple[ModelSpec, Storage]:
+    """Shapes and formats that a checkpoint's `config.json` states; errors name the key."""
+    shapes = {key: value for key, value in config.items() if key != "quantization_config"}
+    model = read_config(shapes)
+    return model, stored_formats(model, config)
+
+
+def stored_formats(model: ModelSpec, config: Mapping[str, Any]) -> Storage:
+    """How a checkpoint stores its weights, by the `quantization_config` of its `config.json`.
+
+    Knows fp8 (blocks of 128×128) and compressed-tensors (int4 in groups, int8 and fp8 per channel,
+    fp8 per tensor). UnsupportedError names any other method.
+    """
+    fields = Fields(config, "config.json")
+    if fields.text("model_type") == "kimi_k25":
+        fields = fields.part("text_config")
+    quantization = fields.part("quantization_config")
+    if not quantization.keys():
+        return Storage((), "bf16, as published")
+    method = quantization.text("quant_method")
+    if method == "fp8":
+        quantization.refuse_unless("weight_block_size", ([128, 128],), "blocks are 128×128")
+        fmt, ignored = WeightFormat(Number.FP8, Scaling.BLOCK), _ignored(quantization)
+    elif method == "compressed-tensors":
+        fmt, ignored = _compressed_tensors(quantization), _ignored(quantization)
+    else:
+        raise UnsupportedError(
+            f"config.json: quant_method={method!r} cannot be planned; methods: fp8, "
+            "compressed-tensors; or say weights="
+        )
+    kinds = [k for k in (*LINEAR, Kind.HEAD) if _has(model, k) and not _skips(model, k, ignored)]
+    if method == "fp8":
+        kinds = [kind for kind in kinds if kind is not Kind.HEAD]
+    return Storage(tuple((kind, fmt) for kind in kinds), f"{fmt}, as published")
+
+
+def _has(model: ModelSpec, kind: Kind) -> bool:
+    moe = model.moe
+    match kind:
+        case Kind.DENSE_MLP:
+            return moe is None or moe.first_dense > 0
+        case Kind.ROUTED_EXPERTS:
+            return moe is not None
+        case Kind.SHARED_EXPERTS:
+            return moe is not None and moe.shared > 0
+        case Kind.INDEXER:
+            return model.indexer is not None
+        case Kind.HEAD:
+            return not model.tie_embeddings
+        case _:
+            return True
+
+
+def _compressed_tensors(quantization: Fields) -> WeightFormat:
+    groups = quantization.part("config_groups")
+    if len(groups.keys()) != 1:
+        raise UnsupportedError(
+            f"config.json: config_groups has {len(groups.keys())} entries; one can be planned"
+        )
+    weights = groups.part(next(iter(groups.keys()))).part("weights")
+    bits, kind = weights.integer("num_bits"), weights.text("type", "int")
+    strategy = weights.text("strategy", "group")
+    zero_points = not weights.flag("symmetric", True)
+    match (kind, bits, strategy):
+        case ("int", 4, "group"):
+            text = f"int4:g{weights.integer('group_size')}" + (":z" if zero_points else "")
+        case ("int", 8, "channel"):
+            text = "int8"
+        case ("float", 8, "channel" | "tensor"):
+            text = f"fp8:{strategy}"
+        case _:
+            raise UnsupportedError(
+                f"config.json: weights of type {kind}, {bits} bits, by {strategy} cannot be "
+                "planned; say weights="
+            )
+    return WeightFormat.parse(text)
+
+
+def _ignored(quantization: Fields) -> list[str]:
+    for key in ("ignore", "modules_to_not_convert"):
+        if key in quantization:
+            return quantization.texts(key)
+    return []
+
+
+def _skips(model: ModelSpec, kind: Kind, ignored: list[str]) -> bool:
+    """Whether the ignore list names the modules of this kind, by a name or by a `re:` pattern."""
+    first = model.moe.first_dense if model.moe else 0
+    sample = {
+        Kind.ATTENTION: "model.layers.0.self_attn.o_proj",
+        Kind.INDEXER: "model.layers.0.self_attn.indexer.wk",
+        Kind.DENSE_MLP: "model.layers.0.mlp.down_proj",
+        Kind.ROUTED_EXPERTS: f"model.layers.{first}.mlp.experts.0.down_proj",
+        Kind.SHARED_EXPERTS: f"model.layers.{first}.mlp.shared_experts.down_proj",
+        Kind.HEAD: "lm_head",
+    }[kind]
+    names = (sample, f"language_model.{sample}")
+    return any(
+        re.match(entry[3:], name) if entry.startswith("re:") else entry == name
+        for entry in ignored
+        for name in names
+    )

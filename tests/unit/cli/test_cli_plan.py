@@ -1,0 +1,155 @@
+"""`bifolio plan` from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bifolio.cli.main import app
+from bifolio.planner.presets import PRESETS
+from bifolio.testing.tiny import tiny_config, write_model
+
+H200 = ("--device", "h200", "--tp", "8")
+
+
+def run(*options: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 0, result.output + result.stderr
+    return result.stdout
+
+
+def refused(*options: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    return result.stderr
+
+
+def values(*options: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*options, "--json"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (("--model", "kimi-k2.6", "--cache", "fp8"), 1_370_000),
+        (("--model", "kimi-k2.6", "--cache", "bf16"), 686_000),
+        (("--model", "glm-5.2", "--plan", "int4:g32/fp8:token"), 1_180_000),
+    ],
+)
+def test_the_published_token_counts_come_out_within_3_percent(
+    options: tuple[str, ...], tokens: int
+) -> None:
+    found = values(*options, *H200)
+    assert found["cache_tokens"] == pytest.approx(tokens, rel=0.03)
+    assert found["cache_bytes_per_token"] * found["cache_tokens"] == pytest.approx(
+        found["phases"]["decode"]["cache_bytes"], rel=1e-4
+    )
+
+
+def test_the_table_shows_tokens_assumptions_and_where_memory_ends() -> None:
+    text = run("--model", "kimi-k2.6", "--cache", "fp8", *H200, "--price-per-hour", "3")
+    assert "1,349,920" in text
+    assert "routed_experts int4:g32; all else bf16" in text
+    assert "full" in text
+    assert "too many" in text
+    assert "cost/M" in text
+    assert "GiB 2³⁰" in text
+
+
+def test_two_phases_are_two_columns() -> None:
+    text = run("-m", "glm-5.2", *H200, "--prefill", "fp8/bf16", "--decode", "int4:g32/fp8")
+    assert "prefill    decode" in text
+    assert "weights of prefill" in text
+
+
+def test_published_figures_stand_beside_predictions() -> None:
+    text = run("--published")
+    assert "686,000 tokens" in text
+    assert text.count("✓") == 12
+    assert text.count("✗") == 1
+    found = values("--published")
+    assert all(row["agrees"] for row in found["capacity"])
+    assert {"what", "published", "ceiling", "share"} <= set(found["speed"][0])
+
+
+def test_export_prints_commands_that_can_be_pasted() -> None:
+    text = run("-m", "kimi-k2.6", "--cache", "fp8", *H200, "--export", "sglang")
+    command = text.splitlines()[0]
+    assert command.startswith("python -m sglang.launch_server --model-path moonshotai/Kimi-K2.6")
+    assert "What sglang cannot do" in text
+    found = values("-m", "kimi-k2.6", "--cache", "fp8", *H200, "--export", "vllm")
+    assert set(found) == {"engine", "commands", "cannot"}
+
+
+def test_a_trace_gives_the_lengths(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("ContextTokens,GeneratedTokens\n1000,100\n3000,300\n")
+    found = values("-m", "llama-70b", *H200, "--trace", str(trace))
+    assert found["workload"]["requests"] == 2
+    assert found["workload"]["mean_prompt_tokens"] == 2000
+    assert found["best"]["two_pools"]["workers"]
+
+
+def test_a_checkpoint_folder_is_planned_from_its_configuration_and_sizes(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny", tiny_config("qwen3"), dtype=torch.bfloat16)
+    options = ("--device", "ryzen-7950x", "--input", "100", "--output", "20")
+    found = values("--model", str(folder), *options)
+    size = (folder / "model.safetensors").stat().st_size
+    assert 0 < size - found["weight_bytes_per_device"] < 10_000  # the file's header
+    assert any(f"{size:,} B" in line for line in found["assumptions"])
+    assert (
+        values("--model", str(folder / "config.json"), *options)["cache_tokens"]
+        == (found["cache_tokens"])
+    )
+
+
+def test_memory_and_share_can_be_said() -> None:
+    small = values("-m", "smollm2-135m", "-d", "epyc-9654", "--memory", "1GiB")
+    assert small["device"]["usable_bytes"] == 2**30 * 82 // 100
+    more = values(
+        "-m", "smollm2-135m", "-d", "epyc-9654", "--memory", "1GiB", "--memory-share", "90"
+    )
+    assert more["cache_tokens"] > small["cache_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ((), "say what to plan for"),
+        (("-m", "nothing"), f"one of {', '.join(PRESETS)}"),
+        (("-m", "llama-70b", "-d", "tpu"), "devices: h100, h200"),
+        (("-m", "llama-70b", "-d", "h100"), "use more devices (--tp)"),
+        (("-m", "llama-70b", *H200, "--plan", "int3/bf16"), "unknown weight format"),
+        (("-m", "llama-70b", *H200, "--cache", "fp8", "--plan", "fp8"), "--cache stands alone"),
+        (("-m", "llama-70b", *H200, "--input", "200000"), "context of llama-70b is 131,072"),
+        (("-m", "qwen3-30b-a3b", "-d", "h100", "--tp", "3"), "cannot be cut in 3"),
+        (("-m", "llama-70b", *H200, "--trace", "none.csv"), "cannot read the trace"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line_with_the_cure(
+    options: tuple[str, ...], text: str
+) -> None:
+    error = refused(*options)
+    assert text in error
+    assert error.startswith("bifolio: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_planning_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from bifolio.cli.main import app; "
+        "app(['plan', '-m', 'kimi-k2.6', '-d', 'h200', '--tp', '8', '--json'], "
+        "standalone_mode=False); "
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'heavy import'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
