@@ -76,8 +76,10 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 
-class StreamOptions(_Strict):
+class StreamOptions(BaseModel):
     """`continuous_usage_stats` puts the usage so far into every chunk."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -285,7 +287,8 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         raise RequestError(f"the body is not a JSON object that we can read: {first['msg']}")
     name = str(first["loc"][0])
     words = dict.fromkeys(_lower(item["msg"]) for item in items if item["loc"][0] == name)
-    raise RequestError(f"{name}: {' or '.join(words)}", name)
+    place = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith("[")]
+    raise RequestError(f"{'.'.join(place)}: {' or '.join(words)}", name)
 
 
 def refuse_extras(body: BaseModel) -> None:

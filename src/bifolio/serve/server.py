@@ -41,7 +41,6 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=math.ceil(config.drain_seconds) + _LAST_SECONDS,
             )

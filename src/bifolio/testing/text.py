@@ -39,7 +39,9 @@ def byte_backend(words: Sequence[str] = (), *, add_bos: bool = False) -> Backend
     vocab = byte_pictures()
     picture = {byte: char for char, byte in vocab.items()}
     for i, word in enumerate(words):
-        vocab["".join(picture[byte] for byte in word.encode())] = FIRST_WORD + i
+        name = "".join(picture[byte] for byte in word.encode())
+        assert name not in vocab, f"{word!r} is a token already"
+        vocab[name] = FIRST_WORD + i
     backend = Backend(models.BPE(vocab=vocab | _special_ids(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,0 +1,80 @@
+"""A real server on a real socket over a scripted engine process."""
+
+import asyncio
+import contextlib
+import socket
+import time
+
+import httpx
+import openai
+
+from bifolio.config import ServerConfig
+from bifolio.engine.client import AsyncEngine
+from bifolio.serve.app import create_app
+from bifolio.serve.server import Server
+from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
+from bifolio.testing.text import IM_END, byte_tokenizer, chatml
+
+KILL, FAULT, HANG = 301, 302, 303
+WORDS = ["hello", " world", "ab", "bc", "abc"]
+
+
+class Running:
+    """A server under test: its parts, and clients for it."""
+
+    def __init__(self, engine, server, url):
+        self.engine = engine
+        self.server = server
+        self.url = url
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self.http = httpx.AsyncClient(base_url=url, timeout=20)
+
+    async def post(self, path, **body):
+        return await self.http.post(path, json=body)
+
+    async def until_idle(self, seconds=2.0):
+        """Wait until the engine holds nothing: no request and no live page."""
+        await until(lambda: self.engine.open_requests == 0, seconds)
+        before = self.engine.stats
+        await until(lambda: self.engine.stats is not before, seconds)
+        stats = self.engine.stats
+        assert (stats.running, stats.waiting, stats.pages_live) == (0, 0, 0)
+
+
+async def until(condition, seconds=3.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        await asyncio.sleep(0.01)
+
+
+def default_script(**changes):
+    fields = {"vocab": 320, "stop_id": IM_END, "kill_id": KILL, "fault_id": FAULT, "hang_id": HANG}
+    return Script(**(fields | {"max_model_len": 512, "hang_seconds": 1.5} | changes))
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script=None, *, engine_options=None, beat_timeout=10.0, tokenizer=None, template="", **config
+):
+    """A running server. `template` None: the model has none; config: fields of ServerConfig."""
+    tokenizer = tokenizer or byte_tokenizer(WORDS)
+    chat_template = None if template is None else chatml(tokenizer, *filter(None, [template]))
+    engine_config = scripted_config(script or default_script(), **(engine_options or {}))
+    engine = AsyncEngine(engine_config, factory=FACTORY, beat_timeout=beat_timeout)
+    settings = ServerConfig(engine=engine_config, served_name="tiny", **config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with engine:
+            app = create_app(engine, tokenizer, chat_template, settings)
+            ready = asyncio.Event()
+            server = Server(app, settings, ready.set)
+            task = asyncio.create_task(server.serve([listener]))
+            await ready.wait()
+            running = Running(engine, server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+            try:
+                yield running
+            finally:
+                await running.http.aclose()
+                await running.openai.close()
+                server.stop()
+                await task

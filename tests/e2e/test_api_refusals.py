@@ -1,0 +1,318 @@
+"""What is wrong with a request is a 400 that names the parameter; the server is alive after it."""
+
+import json
+
+import openai
+import pytest
+from e2e_harness import serving
+
+from bifolio.testing.text import BOS, byte_tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+USER = [{"role": "user", "content": "hi"}]
+VOCAB = 320
+COMPLETION = {"model": "tiny", "prompt": "abc", "temperature": 0}
+CHAT = {"model": "tiny", "messages": USER, "temperature": 0}
+
+
+async def refused(tiny, path, body, param, *words, status=400):
+    response = await tiny.http.post(path, json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    for word in words:
+        assert word in error["message"], error
+    assert (await tiny.http.get("/health")).status_code == 200
+
+
+OUTSIDE = [-1, VOCAB, VOCAB + 1, 2**31, 2**63, 2**64, 10**30]
+
+
+@pytest.mark.parametrize("token", OUTSIDE)
+async def test_ids_outside_the_vocabulary_are_refused_everywhere(tiny, token):
+    for body, param in [
+        (COMPLETION | {"logit_bias": {str(token): 1}}, "logit_bias"),
+        (COMPLETION | {"stop_token_ids": [5, token]}, "stop_token_ids"),
+        (COMPLETION | {"prompt": [5, token]}, "prompt"),
+        (COMPLETION | {"prompt": [[5], [token]]}, "prompt"),
+    ]:
+        await refused(tiny, "/v1/completions", body, param, str(token))
+    for body, param in [
+        (CHAT | {"logit_bias": {str(token): 1}}, "logit_bias"),
+        (CHAT | {"stop_token_ids": [token]}, "stop_token_ids"),
+    ]:
+        await refused(tiny, "/v1/chat/completions", body, param, str(token))
+    await refused(tiny, "/detokenize", {"tokens": [token]}, "tokens", str(token))
+
+
+async def test_ids_beyond_the_tokenizer_but_inside_the_model_are_fine(tiny):
+    answer = await tiny.openai.completions.create(
+        model="tiny", prompt=[VOCAB - 1, 97], temperature=0, logit_bias={str(VOCAB - 1): 5}
+    )
+    assert answer.choices[0].text == "a"
+
+
+PROMPTS = {
+    "none": (None, "prompt"),
+    "empty text": ("", "prompt"),
+    "list of an empty text": ([""], "prompt"),
+    "empty list": ([], "prompt"),
+    "list of an empty list": ([[]], "prompt"),
+    "number": (5, "prompt"),
+    "list of null": ([None], "prompt"),
+    "mixed": ([1, "a"], "prompt"),
+    "booleans": ([True, False], "prompt"),
+    "floats": ([1.0, 2.0], "prompt"),
+    "deep": ([[[1]]], "prompt"),
+    "object": ({"a": 1}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+async def test_prompts_that_are_none(tiny, name):
+    prompt, param = PROMPTS[name]
+    await refused(tiny, "/v1/completions", COMPLETION | {"prompt": prompt}, param)
+
+
+NUMBERS = [
+    ("max_tokens", 0, "at least 1"),
+    ("max_tokens", -1, "at least 1"),
+    ("max_tokens", 10**9, "context of 512"),
+    ("max_tokens", 2**70, "context of 512"),
+    ("max_tokens", 1e9, "integer"),
+    ("max_tokens", "5", "integer"),
+    ("max_tokens", True, "integer"),
+    ("min_tokens", -1, "at least 0"),
+    ("min_tokens", 17, "at most 16"),
+    ("temperature", -0.1, "at least 0"),
+    ("temperature", 101, "at most 100"),
+    ("temperature", "hot", "number"),
+    ("top_p", 0, "above 0"),
+    ("top_p", 1.5, "at most 1"),
+    ("top_k", -2, "at least 0"),
+    ("min_p", 2, "at most 1"),
+    ("repetition_penalty", 0, "above 0"),
+    ("frequency_penalty", 3, "at most 2"),
+    ("presence_penalty", -3, "at least -2"),
+    ("n", 0, "at least 1"),
+    ("n", 10**6, "at most"),
+    ("seed", 2**64, "64 bits"),
+    ("seed", -(2**63) - 1, "64 bits"),
+    ("seed", 1.5, "integer"),
+    ("logit_bias", {"5": 101}, "at most 100"),
+    ("logit_bias", {"x": 1}, "integer"),
+    ("logit_bias", [1], "object"),
+    ("stop", "", "1 to"),
+    ("stop", ["a", ""], "1 to"),
+    ("stop", ["a"] * 65, "at most 64"),
+    ("stop", "a" * 5000, "1 to"),
+    ("stop", 5, "string"),
+    ("stream", "yes", "boolean"),
+    ("stream_options", {"include_usage": 1}, "boolean"),
+    ("cache_salt", "s" * 300, "at most 256"),
+    ("ignore_eos", 1, "boolean"),
+]
+
+
+@pytest.mark.parametrize(("param", "value", "words"), NUMBERS)
+async def test_values_out_of_range_name_the_parameter(tiny, param, value, words):
+    await refused(tiny, "/v1/completions", COMPLETION | {param: value}, param, words)
+    await refused(tiny, "/v1/chat/completions", CHAT | {"max_tokens": 16, param: value}, param)
+
+
+@pytest.mark.parametrize("count", [-1, 21, 2**65])
+async def test_too_many_alternatives(tiny, count):
+    await refused(tiny, "/v1/completions", COMPLETION | {"logprobs": count}, "logprobs")
+    body = CHAT | {"logprobs": True, "top_logprobs": count}
+    await refused(tiny, "/v1/chat/completions", body, "top_logprobs")
+    await refused(
+        tiny, "/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs", "logprobs=true"
+    )
+    await refused(tiny, "/v1/chat/completions", CHAT | {"logprobs": 2}, "logprobs")
+
+
+async def test_the_context_is_a_limit_with_a_name(tiny):
+    for length, max_tokens, param in [
+        (511, 1, None),
+        (511, 2, "max_tokens"),
+        (512, 1, "prompt"),
+        (513, 1, "prompt"),
+    ]:
+        body = COMPLETION | {"prompt": [97] * length, "max_tokens": max_tokens}
+        if param is None:
+            answer = (await tiny.post("/v1/completions", **body)).json()
+            assert answer["choices"][0]["finish_reason"] == "length"
+        else:
+            await refused(tiny, "/v1/completions", body, param, "512")
+    long = CHAT | {"messages": [{"role": "user", "content": "a" * 600}]}
+    await refused(tiny, "/v1/chat/completions", long, "messages", "512")
+    body = CHAT | {"max_tokens": 5, "max_completion_tokens": 5000}
+    await refused(tiny, "/v1/chat/completions", body, "max_completion_tokens", "512")
+
+
+async def test_null_means_not_sent(tiny):
+    names = "max_tokens temperature top_p n stop seed logit_bias stream stream_options logprobs"
+    body = {"model": "tiny", "prompt": "abc"} | dict.fromkeys(names.split())
+    body |= {"whatever": None, "user": "me", "metadata": {"a": "b"}, "best_of": 1, "suffix": ""}
+    assert (await tiny.post("/v1/completions", **body)).status_code == 200
+
+
+CONTENTS = [
+    ({"role": "assistant", "content": None}, None),
+    ({"role": "assistant", "content": []}, None),
+    ({"role": "assistant"}, None),
+    ({"role": "assistant", "content": None, "tool_calls": []}, None),
+    ({"role": "tool", "tool_call_id": "1"}, None),
+    ({"role": "user", "content": []}, None),
+    ({"role": "user", "content": ""}, None),
+    (
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        None,
+    ),
+    ({"role": "user", "content": None}, "messages[1].content"),
+    ({"role": "user"}, "messages[1].content"),
+    ({"role": "system", "content": None}, "messages[1].content"),
+    ({"role": "user", "content": 5}, "messages[1].content"),
+    ({"role": "user", "content": {"text": "a"}}, "messages[1].content"),
+    ({"role": "user", "content": ["a"]}, "messages[1].content[0]"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "messages[1].content[0]"),
+    ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[1].content[0]"),
+    ({"role": "king", "content": "a"}, "messages[1].role"),
+    ({"content": "a"}, "messages[1].role"),
+    ({"role": None, "content": "a"}, "messages[1].role"),
+    ({"role": ["user"], "content": "a"}, "messages[1].role"),
+    ({"role": "assistant", "tool_calls": "x"}, "messages[1].tool_calls"),
+    ({"role": "assistant", "tool_calls": [5]}, "messages[1].tool_calls[0].function"),
+    (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "param"), CONTENTS, ids=[str(m)[:60] for m, _ in CONTENTS])
+async def test_messages_are_kept_or_refused_with_their_place(tiny, message, param):
+    body = CHAT | {"messages": [*USER, message]}
+    if param is not None:
+        await refused(tiny, "/v1/chat/completions", body, param)
+        return
+    assert (await tiny.post("/v1/chat/completions", **body)).status_code == 200
+    shown = (await tiny.post("/tokenize", messages=body["messages"])).json()["tokens"]
+    text = (await tiny.post("/detokenize", tokens=shown)).json()["prompt"]
+    assert f"<|im_start|>{message['role']}\n" in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("messages", [None, [], "hi", [5], {"role": "user"}])
+async def test_messages_that_are_none(tiny, messages):
+    body = {"model": "tiny"} | ({} if messages is None else {"messages": messages})
+    await refused(tiny, "/v1/chat/completions", body, "messages")
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+async def test_what_changes_the_answer_and_is_not_there_is_refused(tiny):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    for extra, param, word in [
+        ({"response_format": schema}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+        ({"tools": TOOLS}, "tools", "tool_choice='none'"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", "tool_choice='none'"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "tool_choice='none'"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+        ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
+        ({"nonsense": 5}, "nonsense", "unknown parameter"),
+        ({"stream_options": {"nonsense": 5}}, "stream_options", "nonsense"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not set"),
+    ]:
+        await refused(tiny, "/v1/chat/completions", CHAT | extra, param, word)
+    for extra in (
+        {"response_format": {"type": "text"}},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": []},
+        {"parallel_tool_calls": False, "store": True},
+    ):
+        assert (await tiny.post("/v1/chat/completions", **CHAT, **extra)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"5", b"null", b"\xff", b'"\\ud800"', b"[" * 100_000, b'{"a":' * 5000],
+)
+async def test_bodies_that_are_no_json_object(tiny, data):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        response = await tiny.http.post(path, content=data)
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_models_and_paths_that_do_not_exist(tiny):
+    await refused(tiny, "/v1/completions", COMPLETION | {"model": "gpt"}, "model", status=404)
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        await tiny.openai.chat.completions.create(model="gpt", messages=USER)
+    assert (await tiny.http.get("/nowhere")).json()["error"]["message"].endswith("Not Found")
+    response = await tiny.http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_tokenize_takes_a_prompt_or_messages(tiny):
+    await refused(tiny, "/tokenize", {}, "prompt")
+    await refused(tiny, "/tokenize", {"prompt": "a", "messages": USER}, "prompt")
+    await refused(tiny, "/tokenize", {"messages": []}, "messages")
+    assert (await tiny.post("/tokenize", prompt="")).json()["tokens"] == []
+
+
+async def test_a_template_that_refuses_is_a_400_and_one_that_is_missing_too():
+    template = (
+        "{{ raise_exception('no second message, please') if messages | length > 1 }}"
+        "{{ messages[0].content }}"
+    )
+    async with serving(template=template) as server:
+        await refused(
+            server, "/v1/chat/completions", CHAT | {"messages": USER * 2}, "messages", "no second"
+        )
+        assert (await server.post("/v1/chat/completions", **CHAT)).status_code == 200
+    async with serving(template=None) as server:
+        await refused(server, "/v1/chat/completions", CHAT, "messages", "--chat-template")
+        await refused(server, "/tokenize", {"messages": USER}, "messages", "--chat-template")
+        assert (await server.post("/v1/completions", **COMPLETION)).status_code == 200
+
+
+async def test_bos_once_in_chat_and_completions_and_never_in_ids(caplog):
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    async with serving(tokenizer=byte_tokenizer(add_bos=True), template=template) as server:
+
+        async def ids(**body):
+            return (await server.post("/tokenize", **body)).json()["tokens"]
+
+        assert await ids(messages=USER) == [BOS, *b"hi"]
+        assert await ids(prompt="hi") == [BOS, *b"hi"]
+        assert await ids(prompt="hi", add_special_tokens=False) == [*b"hi"]
+        usage = (await server.post("/v1/completions", **COMPLETION | {"prompt": [104]})).json()
+        assert usage["usage"]["prompt_tokens"] == 1
+        assert "BOS" not in caplog.text
+        assert await ids(prompt="<s>hi") == [BOS, BOS, *b"hi"]
+        assert "two BOS" in caplog.text
+        empty = await server.post("/v1/completions", **COMPLETION | {"prompt": ""})
+        assert empty.status_code == 200  # BOS alone is a prompt
+        echoed = COMPLETION | {"echo": True, "logprobs": 0, "max_tokens": 1}
+        choice = (await server.post("/v1/completions", **echoed)).json()["choices"][0]
+        assert choice["text"] == "abc"
+        assert choice["logprobs"]["tokens"] == ["<s>", "a", "b", "c", "<s>"]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]
+
+
+async def test_every_path_of_the_api_is_described(tiny):
+    described = (await tiny.http.get("/openapi.json")).json()
+    assert "$ref" not in json.dumps(described["paths"]["/v1/completions"]["post"]["requestBody"])
+    assert "/v1/chat/completions" in described["paths"]

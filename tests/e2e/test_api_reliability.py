@@ -1,0 +1,325 @@
+"""Keys, limits, hang-ups, a dying or frozen engine, errors in mid-stream, and the last drain."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+
+import httpx
+import openai
+import pytest
+from e2e_harness import FAULT, HANG, KILL, default_script, serving, until
+
+ENDLESS = {"model": "tiny", "prompt": "abc", "max_tokens": 400, "ignore_eos": True}
+SLOW = {"step_seconds": 0.01}
+
+
+def raw_request(path, body, headers=""):
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+    return head.encode() + data
+
+
+async def connect(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def test_keys_are_needed_where_requests_are_and_nowhere_else():
+    async with serving(api_keys=("first-key", "zweiter-schlüssel")) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"}):
+            for path in ("/v1/models", "/v1/completions", "/tokenize", "/nowhere"):
+                response = await server.http.post(path, headers=headers, json={})
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+        for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json"):
+            assert (await server.http.get(path)).status_code == 200
+        for key in ("first-key", "zweiter-schlüssel"):
+            headers = {"Authorization": f"bearer {key}".encode()}
+            assert (await server.http.get("/v1/models", headers=headers)).status_code == 200
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+        async with client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+async def test_a_body_that_is_too_long_is_refused_before_it_is_read():
+    async with serving(max_request_bytes=1000) as server:
+        response = await server.post("/v1/completions", prompt="a" * 1000)
+        assert response.status_code == 413
+        assert "1000 bytes" in response.json()["error"]["message"]
+
+        async def chunks():
+            for _ in range(50):
+                yield b"x" * 100
+
+        response = await server.http.post("/v1/completions", content=chunks())
+        assert response.status_code == 413
+        reader, writer = await connect(server)
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
+        assert b" 413 " in await asyncio.wait_for(reader.readline(), 2)
+        writer.close()
+        assert (await server.post("/tokenize", prompt="a")).status_code == 200
+
+
+async def test_a_full_queue_is_a_429_with_a_time_to_wait():
+    options = {"max_num_seqs": 1, "max_waiting": 2}
+    async with serving(default_script(**SLOW), engine_options=options) as server:
+        answers = await asyncio.gather(
+            *(server.post("/v1/completions", **ENDLESS | {"max_tokens": 20}) for _ in range(12))
+        )
+        counts = [answer.status_code for answer in answers]
+        assert set(counts) == {200, 429}
+        assert counts.count(200) >= 2
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        streamed = [
+            server.post("/v1/completions", **ENDLESS | {"max_tokens": 20, "stream": True})
+            for _ in range(12)
+        ]
+        assert {a.status_code for a in await asyncio.gather(*streamed)} == {200, 429}
+        await server.until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_client_that_hangs_up_frees_its_pages_at_once(stream, path):
+    body = {"model": "tiny", "max_tokens": 400, "ignore_eos": True, "stream": stream}
+    body |= {"messages": [{"role": "user", "content": "a"}], "n": 2}
+    if path == "/v1/completions":
+        body = ENDLESS | {"stream": stream, "n": 2}
+    async with serving(default_script(**SLOW)) as server:
+        for moment in ("at once", "running", "after the first bytes"):
+            reader, writer = await connect(server)
+            writer.write(raw_request(path, body))
+            await writer.drain()
+            if moment == "running":
+                await until(lambda: server.engine.stats.running == 2)
+            elif moment == "after the first bytes" and stream:
+                assert b" 200 " in await reader.readline()
+            writer.close()
+            await asyncio.sleep(0.05)
+            await server.until_idle(1.0)
+
+
+async def test_a_client_that_hangs_up_in_the_queue_leaves_it():
+    options = {"max_num_seqs": 1}
+    async with serving(default_script(**SLOW), engine_options=options) as server:
+        keep = asyncio.create_task(server.post("/v1/completions", **ENDLESS | {"max_tokens": 60}))
+        await until(lambda: server.engine.stats.running == 1)
+        _, writer = await connect(server)
+        writer.write(raw_request("/v1/completions", ENDLESS | {"stream": True}))
+        await until(lambda: server.engine.stats.waiting == 1)
+        writer.close()
+        await until(lambda: server.engine.stats.waiting == 0, 1.0)
+        assert (await keep).status_code == 200
+
+
+async def test_many_clients_of_which_a_third_hang_up():
+    options = {"max_num_seqs": 32}
+    async with serving(default_script(step_seconds=0.001), engine_options=options) as server:
+        health = []
+
+        async def watch():
+            while True:
+                health.append((await server.http.get("/health")).status_code)
+                await asyncio.sleep(0.05)
+
+        async def one(i):
+            reader, writer = await connect(server)
+            text = "".join(random.choice("abcdefgh") for _ in range(random.randrange(1, 60)))
+            body = {"model": "tiny", "prompt": text, "temperature": 0, "max_tokens": 100}
+            body |= {"stream": bool(i % 2)}
+            writer.write(raw_request("/v1/completions", body, "Connection: close\r\n"))
+            if i % 3 == 0:
+                await asyncio.sleep(random.random() * 0.3)
+                writer.close()
+                return
+            data = (await reader.read()).decode()
+            writer.close()
+            if body["stream"]:
+                lines = [line[6:] for line in data.splitlines() if line.startswith("data: {")]
+                found = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+                assert data.rstrip().endswith("0")
+                assert "data: [DONE]" in data
+            else:
+                found = json.loads(data[data.index("{") :])["choices"][0]["text"]
+            assert found == text
+
+        watcher = asyncio.create_task(watch())
+        await asyncio.gather(*(one(i) for i in range(200)))
+        await server.until_idle()
+        watcher.cancel()
+        assert set(health) == {200}
+        assert server.engine.stats.pages_free == default_script().pages
+
+
+async def test_handlers_cancelled_at_random_moments_leave_nothing_behind():
+    """The same through the client library, which closes connections in its own ways."""
+    async with serving(default_script(step_seconds=0.001)) as server:
+
+        async def one(i):
+            body = ENDLESS | {"stream": bool(i % 2), "n": 1 + i % 3}
+            try:
+                await asyncio.wait_for(server.post("/v1/completions", **body), random.random() / 10)
+            except (TimeoutError, httpx.HTTPError):
+                return
+
+        for start in range(0, 300, 50):
+            await asyncio.gather(*(one(start + i) for i in range(50)))
+        await server.until_idle()
+        metrics = (await server.http.get("/metrics")).text
+        assert "bifolio_frontend_open_requests 0.0" in metrics
+
+
+async def test_an_error_before_the_first_token_is_a_status_and_a_later_one_an_event():
+    async with serving() as server:
+        body = {"model": "tiny", "prompt": [FAULT, 97], "temperature": 0}
+        for stream in (False, True):
+            response = await server.post("/v1/completions", **body, stream=stream)
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "cache_integrity"
+        body["prompt"] = [97, 98, FAULT]
+        response = await server.post("/v1/completions", **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "cache_integrity")
+        response = await server.post("/v1/completions", **body, stream=True)
+        assert response.status_code == 200
+        events = [line[6:] for line in response.text.splitlines() if line]
+        assert json.loads(events[-1])["error"]["code"] == "cache_integrity"
+        assert "[DONE]" not in events
+        texts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+        assert "ab".startswith("".join(texts))  # what is not sent yet stays unsent
+        with pytest.raises(openai.APIError, match="tag"):
+            async for _ in await server.openai.completions.create(**body, stream=True):
+                pass
+        neighbour = await server.post("/v1/completions", model="tiny", prompt="xy", temperature=0)
+        assert neighbour.json()["choices"][0]["text"] == "xy"
+        await until(lambda: server.engine.stats.integrity_failures == 5)
+        metrics = (await server.http.get("/metrics")).text
+        assert "bifolio_cache_integrity_failures_total 5.0" in metrics
+        assert 'bifolio_request_errors_total{code="cache_integrity"} 5.0' in metrics
+        await server.until_idle()
+
+
+async def test_a_killed_engine_is_a_503_and_a_clean_error_for_every_open_request():
+    async with serving(default_script(**SLOW)) as server:
+        streams = [
+            asyncio.create_task(server.post("/v1/completions", **ENDLESS | {"stream": True}))
+            for _ in range(5)
+        ]
+        whole = [asyncio.create_task(server.post("/v1/completions", **ENDLESS)) for _ in range(5)]
+        await until(lambda: server.engine.stats.running == 10)
+        start = time.monotonic()
+        os.kill(server.engine.pid, signal.SIGKILL)
+        answers = await asyncio.gather(*streams, *whole)
+        assert time.monotonic() - start < 2
+        for answer in answers[:5]:
+            last = json.loads(answer.text.strip().splitlines()[-1][6:])
+            assert last["error"]["code"] == "engine_unavailable"
+        for answer in answers[5:]:
+            assert answer.status_code == 503
+            assert "engine process has ended" in answer.json()["error"]["message"]
+        for path in ("/health", "/ready"):
+            assert (await server.http.get(path)).status_code == 503
+        assert (await server.post("/v1/completions", **ENDLESS)).status_code == 503
+        assert (await server.http.get("/metrics")).status_code == 200
+
+
+async def test_a_request_that_kills_the_engine_gets_a_clean_error_too():
+    async with serving() as server:
+        answer = await server.post("/v1/completions", model="tiny", prompt=[KILL], temperature=0)
+        assert answer.status_code == 503
+
+
+async def test_a_stopped_engine_is_a_503_until_it_goes_on_and_idleness_is_not():
+    async with serving(beat_timeout=0.6) as server:
+        await asyncio.sleep(1.0)
+        assert (await server.http.get("/health")).status_code == 200
+        os.kill(server.engine.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.9)
+        response = await server.http.get("/health")
+        assert response.status_code == 503
+        assert "not answered" in response.json()["error"]["message"]
+        assert (await server.http.get("/ready")).status_code == 503
+        os.kill(server.engine.pid, signal.SIGCONT)
+        await asyncio.sleep(0.6)
+        assert (await server.http.get("/health")).status_code == 200
+        hung = asyncio.create_task(server.post("/v1/completions", model="tiny", prompt=[HANG]))
+        await asyncio.sleep(1.0)
+        assert (await server.http.get("/health")).status_code == 503
+        await hung
+        await asyncio.sleep(0.4)
+        assert (await server.http.get("/health")).status_code == 200
+
+
+async def test_the_end_waits_for_what_runs_and_takes_nothing_new():
+    async with serving(default_script(**SLOW), drain_seconds=20) as server:
+        body = ENDLESS | {"max_tokens": 80}
+        jobs = [
+            asyncio.create_task(server.post("/v1/completions", **body | {"stream": stream}))
+            for stream in (False, True)
+        ]
+        await until(lambda: server.engine.stats.running == 2)
+        server.server.stop()
+        await until(lambda: server.server._service.draining)
+        with pytest.raises(httpx.ConnectError):
+            await server.http.get("/health")
+        whole, streamed = await asyncio.gather(*jobs)
+        assert whole.json()["usage"]["completion_tokens"] == 80
+        assert "[DONE]" in streamed.text
+    assert server.engine.open_requests == 0
+
+
+async def test_the_end_does_not_wait_for_ever():
+    async with serving(default_script(step_seconds=0.05), drain_seconds=0.5) as server:
+        jobs = [
+            asyncio.create_task(server.post("/v1/completions", **ENDLESS | {"stream": stream}))
+            for stream in (False, True)
+        ]
+        await until(lambda: server.engine.stats.running == 2)
+        start = time.monotonic()
+        server.server.stop()
+        whole, streamed = await asyncio.gather(*jobs)
+        assert 0.3 < time.monotonic() - start < 3
+        assert whole.status_code == 503
+        assert "shutting down" in whole.json()["error"]["message"]
+        assert "shutting down" in streamed.text.splitlines()[-2]
+
+
+async def test_metrics_tell_what_happened():
+    async with serving() as server:
+        body = {"model": "tiny", "prompt": "a" * 33, "temperature": 0, "max_tokens": 3}
+        for _ in range(2):
+            await server.post("/v1/completions", **body)
+        await server.post("/v1/completions", **body | {"prompt": "xy", "stop": "y"})
+        await until(lambda: server.engine.stats.prompt_tokens == 68)
+        text = (await server.http.get("/metrics")).text
+    values = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
+    )
+    expected = {
+        "bifolio_num_requests_running": 0,
+        "bifolio_num_requests_waiting": 0,
+        "bifolio_kv_cache_usage_perc": 0,
+        "bifolio_prompt_tokens_total": 68,
+        "bifolio_prefix_cache_queries_total": 68,
+        "bifolio_prefix_cache_hits_total": 32,
+        "bifolio_num_preemptions_total": 0,
+        'bifolio_pages{state="free"}': 4096,
+        'bifolio_pages{state="live"}': 0,
+        'bifolio_pages{state="cached"}': 0,
+        'bifolio_pages{state="quarantined"}': 0,
+        "bifolio_cache_integrity_failures_total": 0,
+        'bifolio_request_success_total{finished_reason="length"}': 2,
+        'bifolio_request_success_total{finished_reason="stop"}': 1,
+        "bifolio_time_to_first_token_seconds_count": 3,
+        "bifolio_e2e_request_latency_seconds_count": 3,
+        "bifolio_time_per_output_token_seconds_count": 3,
+    }
+    assert {name: float(values[name]) for name in expected} == expected
+    assert float(values["bifolio_generation_tokens_total"]) >= 8
+    assert float(values["bifolio_pages_checked_total"]) > 0
