@@ -74,9 +74,9 @@ def _turn(conversation: Conversation, line: str, screen: Console) -> None:
     try:
         answer = conversation.say(line, write)
     except BifolioError as error:
-        screen.print(f"\n{error}\n", style="red")
+        screen.print(f"\n{error}\n", style="red", soft_wrap=True)
         return
-    screen.print(f"\n{figures_text(answer)}\n", style="dim")
+    screen.print(f"\n{figures_text(answer)}\n", style="dim", soft_wrap=True)
 
 
 def _command(conversation: Conversation, line: str) -> str:
