@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,8 +14,9 @@ from bifolio.errors import ConfigError
 if TYPE_CHECKING:
     from bifolio.cli.plan_model import PlannedModel
     from bifolio.formats import PrecisionPlan
-    from bifolio.planner.capacity import Deployment
     from bifolio.planner.workload import Workload
+
+T = TypeVar("T")
 
 
 class Engine(StrEnum):
@@ -24,98 +26,127 @@ class Engine(StrEnum):
     VLLM = "vllm"
 
 
-_FORMATS, _WORK, _OUT = "Formats", "Workload", "Output"
+def _option(panel: str, text: str, *names: str, metavar: str | None = None, **limits: Any) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel, **limits)
+
+
+_MACHINE, _FORMATS, _WORK, _OUT = "Model and devices", "Formats", "Workload", "Output"
 _DEFAULT_PROMPT, _DEFAULT_OUTPUT = 8192, 1000
+
+Model = Annotated[
+    str | None,
+    _option(
+        _MACHINE,
+        "A preset, a folder, a config.json or a .gguf file. Nothing is downloaded.",
+        "--model",
+        "-m",
+        metavar="MODEL",
+    ),
+]
+DeviceName = Annotated[
+    str,
+    _option(
+        _MACHINE,
+        "A preset such as h200 or epyc-9654; this is measured.",
+        "--device",
+        "-d",
+        metavar="DEVICE",
+    ),
+]
+Tp = Annotated[int, _option(_MACHINE, "Devices that share every layer.", metavar="N", min=1)]
+Memory = Annotated[
+    str | None, _option(_MACHINE, "Memory of each device, where it differs.", metavar="SIZE")
+]
+MemoryShare = Annotated[
+    int | None,
+    _option(
+        _MACHINE,
+        "Percent of it for weights and cache.",
+        show_default="82",
+        metavar="PERCENT",
+        min=1,
+        max=100,
+    ),
+]
+Efficiency = Annotated[
+    int,
+    _option(
+        _MACHINE,
+        "Percent of bandwidth and peaks that are reached.",
+        metavar="PERCENT",
+        min=1,
+        max=100,
+    ),
+]
+Formats = Annotated[
+    str | None,
+    _option(
+        _FORMATS,
+        "Formats of both phases: weights/cache, or weights=…,cache=…,head=…,page=…",
+        "--plan",
+        metavar="PLAN",
+    ),
+]
+Prefill = Annotated[
+    str | None, _option(_FORMATS, "Formats of prefill, where they differ.", metavar="PLAN")
+]
+Decode = Annotated[
+    str | None, _option(_FORMATS, "Formats of decode, where they differ.", metavar="PLAN")
+]
+Cache = Annotated[
+    str | None,
+    _option(_FORMATS, "Only the cache of both phases: bf16, fp8, fp8:token.", metavar="FORMAT"),
+]
+Prompt = Annotated[
+    int | None,
+    _option(_WORK, "Prompt tokens.", "--input", show_default="8192", metavar="N", min=1),
+]
+Output = Annotated[
+    int | None, _option(_WORK, "Output tokens.", show_default="1000", metavar="N", min=1)
+]
+Trace = Annotated[
+    Path | None, _option(_WORK, "Lengths from a trace of Azure or Mooncake.", metavar="FILE")
+]
+MaxConcurrency = Annotated[
+    int | None, _option(_WORK, "Most requests at once, for the best plan.", metavar="N", min=1)
+]
+MaxTpot = Annotated[
+    float | None,
+    _option(_WORK, "Most ms per output token, for the best plan.", metavar="MS", min=0.0),
+]
+PricePerHour = Annotated[
+    float | None, _option(_OUT, "Price of one device, for costs.", metavar="PRICE", min=0.0)
+]
+ShowPublished = Annotated[
+    bool,
+    _option(_OUT, "Compare with published figures of Kimi K2.6 and GLM-5.2.", "--published"),
+]
+Export = Annotated[
+    Engine | None, _option(_OUT, "Print commands of another engine that come closest.")
+]
+AsJson = Annotated[bool, _option(_OUT, "Print one JSON object.", "--json")]
 
 
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", help="A preset, a folder, a config.json or a .gguf file. No download."
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device", "-d", help="A preset such as h200 or epyc-9654, or this: measured."
-        ),
-    ] = "this",
-    tp: Annotated[int, typer.Option(min=1, help="Devices that share every layer.")] = 1,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory of each device, if not the preset's: 64GiB.")
-    ] = None,
-    memory_share: Annotated[
-        int | None,
-        typer.Option(min=1, max=100, help="Percent of it for weights and cache.  [default: 82]"),
-    ] = None,
-    formats: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            help="Formats of both phases: weights/cache, or weights=…,cache=…,head=…,page=…",
-            rich_help_panel=_FORMATS,
-        ),
-    ] = None,
-    prefill: Annotated[
-        str | None, typer.Option(help="Formats of prefill.", rich_help_panel=_FORMATS)
-    ] = None,
-    decode: Annotated[
-        str | None, typer.Option(help="Formats of decode.", rich_help_panel=_FORMATS)
-    ] = None,
-    cache: Annotated[
-        str | None,
-        typer.Option(
-            help="Cache of both phases, in place of --plan: bf16, fp8, fp8:token.",
-            rich_help_panel=_FORMATS,
-        ),
-    ] = None,
-    prompt: Annotated[
-        int | None,
-        typer.Option(
-            "--input", min=1, help="Prompt tokens.  [default: 8192]", rich_help_panel=_WORK
-        ),
-    ] = None,
-    output: Annotated[
-        int | None,
-        typer.Option(min=1, help="Output tokens.  [default: 1000]", rich_help_panel=_WORK),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Lengths from a trace of Azure or Mooncake.", rich_help_panel=_WORK),
-    ] = None,
-    max_concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Most requests at once, for the best plan.", rich_help_panel=_WORK
-        ),
-    ] = None,
-    max_tpot: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, help="Most ms per output token, for the best plan.", rich_help_panel=_WORK
-        ),
-    ] = None,
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0, help="Of one device.", rich_help_panel=_OUT)
-    ] = None,
-    published: Annotated[
-        bool,
-        typer.Option(
-            "--published",
-            help="Compare with published figures of Kimi K2.6 and GLM-5.2.",
-            rich_help_panel=_OUT,
-        ),
-    ] = False,
-    export: Annotated[
-        Engine | None,
-        typer.Option(
-            help="Print commands of another engine that come closest.", rich_help_panel=_OUT
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUT)
-    ] = False,
+    model: Model = None,
+    device: DeviceName = "this",
+    tp: Tp = 1,
+    memory: Memory = None,
+    memory_share: MemoryShare = None,
+    efficiency: Efficiency = 100,
+    formats: Formats = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    cache: Cache = None,
+    prompt: Prompt = None,
+    output: Output = None,
+    trace: Trace = None,
+    max_concurrency: MaxConcurrency = None,
+    max_tpot: MaxTpot = None,
+    price_per_hour: PricePerHour = None,
+    published: ShowPublished = False,
+    export: Export = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compute what fits, how fast it could be, and what it costs.
 
@@ -125,53 +156,61 @@ def plan(
     [bold]Examples[/]
 
       bifolio plan --model kimi-k2.6 --device h200 --tp 8 --cache fp8
-      bifolio plan -m glm-5.2 -d h200 --tp 8 --prefill fp8/bf16 --decode int4:g32/fp8:token
-      bifolio plan -m llama-70b -d h100 --tp 4 --trace trace.csv --price-per-hour 2.5
+      bifolio plan -m glm-5.2 -d h200 --tp 8 --prefill fp8 --decode int4:g32/fp8
+      bifolio plan -m llama-70b -d h100 --tp 4 --trace t.csv --price-per-hour 2.5
       bifolio plan --published
     """
-    from bifolio.cli import plan_tables
-    from bifolio.planner.published import compare_published
+    from bifolio.cli import plan_tables as tables
 
     if published:
+        from bifolio.planner.published import compare_published
+
         comparison = compare_published()
-        _print(
-            plan_tables.published_dict(comparison), as_json, plan_tables.print_published, comparison
-        )
+        _print(tables.published_dict, tables.print_published, comparison, as_json)
         return
     if model is None:
         raise ConfigError("say what to plan for: --model NAME, or --published")
-    from bifolio.cli.plan_model import find_model
-    from bifolio.planner.export import export_plan
-    from bifolio.planner.report import Question, answer
+    from bifolio.cli.plan_model import find_hardware, find_model
+    from bifolio.planner.capacity import MEMORY_SHARE, Deployment
 
-    found = find_model(model)
-    wanted = _precision_plan(formats, prefill, decode, cache)
-    deployment = _deployment(found, wanted, device, tp, memory, memory_share)
-    if export:
-        exported = export_plan(export, deployment, wanted, found.launch)
-        _print(plan_tables.export_dict(exported), as_json, plan_tables.print_export, exported)
-        return
-    workload, notes = _workload(found, prompt, output, trace)
-    report = answer(
-        Question(
-            name=found.name,
-            deployment=deployment,
-            plan=wanted,
-            workload=workload,
-            price=price_per_hour,
-            most=max_concurrency,
-            slowest=None if max_tpot is None else max_tpot / 1000,
-            notes=(*found.notes, *notes),
-        )
+    found, wanted = find_model(model), _precision_plan(formats, prefill, decode, cache)
+    deployment = Deployment(
+        model=found.spec,
+        stored=found.stored,
+        device=find_hardware(device, memory, efficiency),
+        tp=tp,
+        memory_share=memory_share or MEMORY_SHARE,
+        page_size=wanted.page_size,
     )
-    _print(report.as_dict(), as_json, plan_tables.print_report, report)
+    if export:
+        from bifolio.planner.export import export_plan
+
+        exported = export_plan(export, deployment, wanted, found.launch)
+        _print(tables.export_dict, tables.print_export, exported, as_json)
+        return
+    from bifolio.planner.report import Question, Report, answer
+
+    workload, notes = _workload(found, prompt, output, trace)
+    question = Question(
+        name=found.name,
+        deployment=deployment,
+        plan=wanted,
+        workload=workload,
+        price=price_per_hour,
+        most=max_concurrency,
+        slowest=None if max_tpot is None else max_tpot / 1000,
+        notes=(*found.notes, *notes),
+    )
+    _print(Report.as_dict, tables.print_report, answer(question), as_json)
 
 
-def _print(values: dict[str, Any], as_json: bool, show: Any, shown: Any) -> None:
+def _print(
+    as_dict: Callable[[T], dict[str, Any]], show: Callable[[T], None], shown: T, as_json: bool
+) -> None:
     if as_json:
         import json
 
-        print(json.dumps(values, indent=2))
+        print(json.dumps(as_dict(shown), indent=2))
     else:
         show(shown)
 
@@ -188,29 +227,6 @@ def _precision_plan(
             )
         formats = f"cache={cache}"
     return PrecisionPlan.parse(formats, prefill, decode)
-
-
-def _deployment(
-    found: PlannedModel,
-    wanted: PrecisionPlan,
-    device: str,
-    tp: int,
-    memory: str | None,
-    memory_share: int | None,
-) -> Deployment:
-    from bifolio.cli.plan_model import find_hardware
-    from bifolio.config import parse_bytes
-    from bifolio.planner.capacity import MEMORY_SHARE, Deployment
-
-    hardware = find_hardware(device, None if memory is None else parse_bytes(memory))
-    return Deployment(
-        model=found.spec,
-        stored=found.stored,
-        device=hardware,
-        tp=tp,
-        memory_share=memory_share or MEMORY_SHARE,
-        page_size=wanted.page_size,
-    )
 
 
 def _workload(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bifolio.cli.machine import read_limits, read_processor
+from bifolio.errors import UnsupportedError
 from bifolio.formats import BF16, WeightFormat
 from bifolio.planner.hardware import Device
 
@@ -14,29 +15,35 @@ if TYPE_CHECKING:
     from bifolio.kernels.native import NativeOps
     from bifolio.kernels.tensor import QuantTensor
 
-_SIDE, _ROWS, _COPIES = 4096, 256, 4
+_SIDE, _ROWS, _COPIES = 2048, 256, 24
 _REPEATS = 8
 
 
-def measure_machine() -> Device:
+def measure_machine(memory_bytes: int | None) -> Device:
     """Bytes and operations a second of the native kernels, the best of a few runs.
 
     One row times weights that no cache holds reads at memory speed; many rows multiply at the
-    arithmetic units' speed. UnsupportedError where the native kernels are not built.
+    arithmetic units' speed. `memory_bytes` None takes the memory that this process may use.
+    UnsupportedError where the native kernels are not built, or the memory is not known.
     """
-    from bifolio.kernels.native import NativeOps
-
-    ops = NativeOps()
     limits, processor = read_limits(), read_processor()
-    memory = limits.memory_limit or limits.memory_total
-    assert memory is not None, "a machine that runs native kernels tells its memory"
-    int8 = WeightFormat.parse("int8:a8")
+    memory = memory_bytes or limits.memory_limit or limits.memory_total
+    if memory is None:
+        raise UnsupportedError("this system does not tell its memory; say --memory")
+    try:
+        from bifolio.kernels.native import NativeOps
+
+        ops = NativeOps()
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"this machine cannot be measured: {error}; or choose a preset with --device"
+        ) from error
     return Device(
         name="this",
         memory_bytes=memory,
         read_bytes=_read_rate(ops, BF16),
         bf16_ops=_multiply_rate(ops, BF16),
-        int8_ops=_multiply_rate(ops, int8),
+        int8_ops=_multiply_rate(ops, WeightFormat.parse("int8:a8")),
         source=f"{processor.name}, {ops.threads} threads, {ops.isa}: native kernels measured now",
     )
 
@@ -45,8 +52,8 @@ def _read_rate(ops: NativeOps, fmt: WeightFormat) -> float:
     """Bytes a second of one row times a few matrices in turn."""
     import torch
 
-    weights = [ops.prepare(_random(fmt)) for _ in range(_COPIES)]
-    x = torch.randn(1, _SIDE)
+    matrix, x = _random(fmt), torch.randn(1, _SIDE)
+    weights = [ops.prepare(matrix) for _ in range(_COPIES)]
 
     def run() -> None:
         for weight in weights:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bifolio.config import parse_bytes
 from bifolio.errors import CheckpointError, ConfigError
 from bifolio.formats import BF16, Number, Scaling, WeightFormat
 from bifolio.models.gguf import TYPES, GGUFFile
@@ -57,15 +58,21 @@ def find_model(name: str) -> PlannedModel:
     )
 
 
-def find_hardware(name: str, memory_bytes: int | None) -> Device:
-    """A device by name, `this` for the machine at hand; `memory_bytes` replaces its memory."""
+def find_hardware(name: str, memory: str | None, efficiency: int) -> Device:
+    """A device by name, `this` for the machine at hand, measured.
+
+    `memory` (`64GiB`) replaces its memory; `efficiency` is the percent of its rates that is
+    reached.
+    """
+    memory_bytes = None if memory is None else parse_bytes(memory)
     if name.lower() == "this":
         from bifolio.cli.plan_machine import measure_machine
 
-        device = measure_machine()
+        device = measure_machine(memory_bytes)
     else:
         device = find_device(name)
-    return device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)
+        device = device if memory_bytes is None else replace(device, memory_bytes=memory_bytes)
+    return device if efficiency == 100 else device.at(efficiency)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

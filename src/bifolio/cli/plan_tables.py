@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -156,8 +157,9 @@ def _cache_table(report: Report) -> Table:
     table.add_row("format", *(str(room.page.cache) for _, room in rooms))
     table.add_row("bytes per token", *(f"{room.page.token_bytes:,.0f}" for _, room in rooms))
     table.add_row("tokens that fit", *(f"{room.tokens:,}" for _, room in rooms), style="bold")
-    each = f"{workload.reserved:,.0f} tokens each"
-    table.add_row(f"requests of {each}", *[""] * (len(rooms) - 1), f"{report.requests:,}")
+    for context in sorted({*report.contexts, math.ceil(workload.reserved)}):
+        fitting = (f"{room.requests(context):,}" for _, room in rooms)
+        table.add_row(f"requests of {context:,} tokens", *fitting)
     return table
 
 

@@ -19,7 +19,7 @@ from bifolio.spec import ModelSpec, PageSpec
 MEMORY_SHARE = 82
 """Percent of device memory for weights and cache.
 
-The single free number of the capacity model. 81.6 to 82.1 would reproduce every published token
+The single free number of the capacity model. 81.6 to 82.2 would reproduce every published token
 count within 3 % as well; see docs/plan.md.
 """
 

@@ -7,7 +7,7 @@ with every channel filled once; say --memory for what is built in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bifolio.errors import ConfigError
 from bifolio.formats import Number, WeightFormat
@@ -32,6 +32,19 @@ class Device:
     int8_ops: float | None = None
     fp8_unpack: float | None = None
     source: str = ""
+
+    def at(self, percent: int) -> Device:
+        """The same device reaching only a part of its bandwidth and of its peaks."""
+        share = percent / 100
+        return replace(
+            self,
+            read_bytes=self.read_bytes * share,
+            bf16_ops=self.bf16_ops * share,
+            fp8_ops=None if self.fp8_ops is None else self.fp8_ops * share,
+            int8_ops=None if self.int8_ops is None else self.int8_ops * share,
+            fp8_unpack=None if self.fp8_unpack is None else self.fp8_unpack * share,
+            source=f"{self.source}; {percent} % of bandwidth and peaks",
+        )
 
     def peak(self, weights: WeightFormat) -> float:
         """Operations a second of a product with such weights.

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bifolio.errors import ConfigError
-from bifolio.formats import PhasePlan, PrecisionPlan
+from bifolio.formats import BF16, PhasePlan, PrecisionPlan
 from bifolio.planner.capacity import Capacity, Deployment, capacity
 from bifolio.planner.hardware import Device
 from bifolio.planner.phases import Choice, PhaseChoice, best_choice, weight_candidates
 from bifolio.planner.roofline import limits
+from bifolio.planner.shapes import Kind
 from bifolio.planner.speed import (
     DecodeSpeed,
     PrefillSpeed,
@@ -24,6 +25,9 @@ from bifolio.planner.speed import (
 )
 from bifolio.planner.steps import PREFILL_CHUNK, Prefill
 from bifolio.planner.workload import Workload
+
+CONTEXTS = (2048, 8192, 32_768, 131_072)
+"""Tokens of a request for which reports say how many fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,12 @@ class Report:
     decode_wins: list[Range]
     prefill_wins: list[Range]
     best: tuple[Choice | None, Choice | None]
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Lengths for which reports say how many requests fit: round ones and the model's own."""
+        longest = self.question.deployment.model.max_position
+        return (*(n for n in CONTEXTS if n < longest), longest)
 
     @property
     def cost_in(self) -> float | None:
@@ -103,6 +113,7 @@ class Report:
             "cache_bytes_per_token": self.decode_room.page.token_bytes,
             "weight_bytes_per_device": self.decode_room.weight_bytes,
             "requests_that_fit": self.requests,
+            "requests_by_context": {str(n): self.decode_room.requests(n) for n in self.contexts},
             "phases": {
                 "prefill": _phase_dict(plan.prefill, self.prefill_room)
                 | {
@@ -201,6 +212,7 @@ def _assumptions(report: Report) -> list[str]:
             f"tensor parallelism {deployment.tp}: heads, expert widths and vocabulary are cut, "
             f"{cut}; latent projections, indexer, router and norms stand on every device"
         )
+    lines += _two_phases(report)
     page = report.decode_room.page
     lines.append(
         f"pages of {page.page_size} tokens with their {page.page_bytes:,} B ({page.layout}), "
@@ -214,6 +226,20 @@ def _assumptions(report: Report) -> list[str]:
     lines += limits(model)
     lines.append(f"prefill in steps of {PREFILL_CHUNK:,} tokens, the steps always full")
     lines.append("handing pages from a prefill to a decode worker is not counted")
+    return lines
+
+
+def _two_phases(report: Report) -> list[str]:
+    plan, deployment = report.question.plan, report.question.deployment
+    lines = []
+    if deployment.storage(plan.prefill).formats != deployment.storage(plan.decode).formats:
+        both = report.prefill_room.weight_bytes + report.decode_room.weight_bytes
+        lines.append(
+            "each phase has devices of its own; one process for both would hold both copies of the "
+            f"weights, up to {both / 1e9:,.1f} GB a device"
+        )
+    if deployment.model.mla and deployment.storage(plan.decode).kind(Kind.ATTENTION) != BF16:
+        lines.append("kv_b_proj is counted as stored; its bf16 copy for absorbed decode is not")
     return lines
 
 

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from bifolio.cli.main import app
+from bifolio.kernels.native import available
 from bifolio.planner.presets import PRESETS
 from bifolio.testing.tiny import tiny_config, write_model
 
@@ -153,3 +156,71 @@ def test_planning_loads_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gguf_file_is_planned_from_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    matrices = _write_gguf(path)
+    found = values("-m", str(path), "-d", "ryzen-7950x", "--input", "100", "--output", "20")
+    weights = found["phases"]["decode"]["weight_bytes"]
+    assert sum(weights.values()) - weights["norms"] == matrices
+    assert any("int4:g32:z" in line for line in found["assumptions"])
+    assert any(f"{path.stat().st_size:,} B" in line for line in found["assumptions"])
+
+
+def _write_gguf(path: Path) -> int:
+    """A llama of one layer with Q4_1 matrices and a Q8_0 table; returns the matrices' bytes."""
+    hidden, width, vocab = 64, 96, 320
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list(["x"] * vocab)
+    q4_1, q8_0 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
+    shapes = {
+        "token_embd": (vocab, hidden),
+        "blk.0.attn_q": (hidden, hidden),
+        "blk.0.attn_k": (hidden // 2, hidden),
+        "blk.0.attn_v": (hidden // 2, hidden),
+        "blk.0.attn_output": (hidden, hidden),
+        "blk.0.ffn_gate": (width, hidden),
+        "blk.0.ffn_up": (width, hidden),
+        "blk.0.ffn_down": (hidden, width),
+    }
+    total = 0
+    for name, shape in shapes.items():
+        kind = q8_0 if name == "token_embd" else q4_1
+        stored = gguf.quantize(np.zeros(shape, np.float32), kind)
+        total += stored.nbytes
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=kind)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return total
+
+
+def test_a_device_that_reaches_half_of_its_rates_takes_twice_the_time() -> None:
+    full = values("-m", "kimi-k2.6", *H200, "--cache", "fp8")
+    half = values("-m", "kimi-k2.6", *H200, "--cache", "fp8", "--efficiency", "50")
+    rows = zip(*(f["phases"]["decode"]["ceilings"] for f in (full, half)), strict=True)
+    for fast, slow in rows:
+        assert slow["seconds_per_token"] == pytest.approx(2 * fast["seconds_per_token"])
+    assert half["cache_tokens"] == full["cache_tokens"]
+
+
+def test_this_machine_is_measured_by_the_native_kernels() -> None:
+    if not available():
+        assert "or choose a preset with --device" in refused("-m", "smollm2-135m")
+        return
+    found = values("-m", "smollm2-135m", "--memory", "1GiB")["device"]
+    assert found["memory_bytes"] == 2**30
+    # Anything that runs this test reads between 100 MB/s and 10 TB/s.
+    assert 1e8 < found["read_bytes_per_second"] < 1e13
+    assert "native kernels measured now" in found["source"]
