@@ -53,6 +53,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": tiny_config("qwen3"),
     "qwen3 tied": tiny_config("qwen3", tie_word_embeddings=True, attention_bias=True),
     "qwen3 LLLG": tiny_config("qwen3", **SLIDING, layer_types=[L, L, L, G]),
+    "qwen3_moe": tiny_config("qwen3_moe"),
+    "qwen3_moe of one expert each": tiny_config("qwen3_moe", num_experts=5, num_experts_per_tok=1),
+    "qwen3_moe with all experts": tiny_config("qwen3_moe", num_experts=4, num_experts_per_tok=4),
+    "qwen3_moe not normalized": tiny_config("qwen3_moe", norm_topk_prob=False),
 }
 LENGTHS = {"a": 1, "b": 16, "c": 17, "d": 40}
 WINDOWED = ["qwen2 LLLG", "qwen2 GGGG", "qwen2 LLLL", "qwen3 LLLG"]
@@ -109,7 +113,7 @@ def test_positions_far_beyond_the_original_context_agree_too(
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
-@pytest.mark.parametrize("name", ["llama", "qwen2 LLLG", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2 LLLG", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("cuts", [[], [1], [15], [16], [17], [31, 32, 33], [5, 10, 37]])
 def test_chunks_and_single_steps_change_nothing(
     name: str, cuts: list[int], page_size: int, pairs: dict[str, Pair]

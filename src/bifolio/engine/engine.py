@@ -188,7 +188,7 @@ def _model_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int) -> int:
 def _runnable(models: LoadedModels, kernels: KernelSet) -> dict[Phase, Model]:
     """The model of each phase, its decode steps recorded where the kernels can; one if equal."""
     plain = {phase: models.phase(phase) for phase in Phase}
-    if kernels.recorder is None:
+    if kernels.recorder is None or not all(model.recordable for model in plain.values()):
         return dict(plain)
     recorded = {id(m): RecordedModel(m, kernels.recorder) for m in plain.values()}
     return {phase: recorded[id(m)] for phase, m in plain.items()}

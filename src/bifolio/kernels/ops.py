@@ -7,6 +7,7 @@ row; tensor names end in their shape: t tokens, h hidden, n and k a weight's sid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +74,17 @@ class Batch:
     max_context: int
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows in order of the weight they meet: borders[i] … borders[i + 1] - 1 meet members[i].
+
+    Only weights that some row meets are named, each once.
+    """
+
+    members: tuple[int, ...]
+    borders: tuple[int, ...]
+
+
 class Ops(Protocol):
     """One function per operation. Results are new tensors, valid until the next pass begins."""
 
@@ -101,6 +113,21 @@ class Ops(Protocol):
         f(x) = silu(gate) * up. bf16 weights meet f(x) rounded to bf16 and sum in float32;
         `:a8` weights meet f(x) as int8, one scale per token: absmax / 127, codes f(x) times
         127 / absmax, half to even.
+        """
+        ...
+
+    def grouped_linear(
+        self,
+        x_sk: Tensor,
+        weights: Sequence[Weight],
+        groups: Groups,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """`linear` of each row with the weight of its group: float32 [s, n].
+
+        Weights without rows are not read. A row's result does not depend on its group's others.
         """
         ...
 

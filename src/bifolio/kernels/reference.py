@@ -10,6 +10,7 @@ from torch import Tensor
 from bifolio.formats import Number, WeightFormat
 from bifolio.kernels import paged
 from bifolio.kernels.decode import decode
+from bifolio.kernels.grouped import GroupedOps
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight
 from bifolio.kernels.tensor import QuantTensor
 
@@ -33,7 +34,7 @@ class ReferenceWeight:
         return self.matrix_nk.nbytes + (0 if self.bias_n is None else self.bias_n.nbytes)
 
 
-class ReferenceOps:
+class ReferenceOps(GroupedOps):
     """Every operation of `kernels.ops.Ops` by its definition, sums in float32."""
 
     name = "reference"

@@ -9,14 +9,15 @@ from torch import Tensor
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops, Weight
 from bifolio.layers.attention import Attention
 from bifolio.layers.mlp import GatedMLP
+from bifolio.layers.moe import MoE
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Pre-norm attention, then a pre-norm MLP, each added to its input."""
+    """Pre-norm attention, then a pre-norm MLP or experts, each added to its input."""
 
     attention: Attention
-    mlp: GatedMLP
+    mlp: GatedMLP | MoE
 
     def __call__(
         self, ops: Ops, x_th: Tensor, batch: Batch, cache: LayerCache, cos_sin_pd: Tensor

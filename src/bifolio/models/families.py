@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from bifolio.models.llama import llama_tensors
 from bifolio.models.qwen import qwen_tensors
+from bifolio.models.qwen_moe import qwen_moe_tensors
 from bifolio.models.tensors import ModelTensors
 from bifolio.spec import ModelSpec
 
@@ -13,4 +14,5 @@ FAMILIES: dict[str, Callable[[ModelSpec], ModelTensors]] = {
     "llama": llama_tensors,
     "qwen2": qwen_tensors,
     "qwen3": qwen_tensors,
+    "qwen3_moe": qwen_moe_tensors,
 }

@@ -5,7 +5,14 @@ SmolLM2 and many others use it too. Tensor names are those of Hugging Face check
 
 from __future__ import annotations
 
-from bifolio.models.tensors import Gain, LayerTensors, Matrix, ModelTensors
+from bifolio.models.tensors import (
+    AttentionTensors,
+    Gain,
+    LayerTensors,
+    Matrix,
+    MLPTensors,
+    ModelTensors,
+)
 from bifolio.spec import ModelSpec
 
 
@@ -23,23 +30,31 @@ def llama_tensors(spec: ModelSpec) -> ModelTensors:
 
 def llama_layer(spec: ModelSpec, at: str) -> LayerTensors:
     """The weights of the layer whose tensor names begin with `at`."""
+    return LayerTensors(llama_attention(spec, at), llama_mlp(spec, at))
+
+
+def llama_attention(spec: ModelSpec, at: str) -> AttentionTensors:
+    """Grouped-query attention of that layer."""
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     qkv = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
-    gate_up = (("gate_proj", spec.intermediate), ("up_proj", spec.intermediate))
-    down, output = f"{at}.mlp.down_proj", f"{at}.self_attn.o_proj"
-    return LayerTensors(
-        attention_norm=Gain(f"{at}.input_layernorm", spec.hidden),
-        qkv=Matrix(
-            tuple((f"{at}.self_attn.{part}", rows) for part, rows in qkv),
-            spec.hidden,
-            bias=spec.qkv_bias,
-        ),
-        output=Matrix(((output, spec.hidden),), q_rows, bias=spec.output_bias),
-        mlp_norm=Gain(f"{at}.post_attention_layernorm", spec.hidden),
-        gate_up=Matrix(
-            tuple((f"{at}.mlp.{part}", rows) for part, rows in gate_up),
-            spec.hidden,
-            bias=spec.mlp_bias,
-        ),
-        down=Matrix(((down, spec.hidden),), spec.intermediate, bias=spec.mlp_bias),
+    parts = tuple((f"{at}.self_attn.{part}", rows) for part, rows in qkv)
+    output = ((f"{at}.self_attn.o_proj", spec.hidden),)
+    return AttentionTensors(
+        norm=Gain(f"{at}.input_layernorm", spec.hidden),
+        qkv=Matrix(parts, spec.hidden, bias=spec.qkv_bias),
+        output=Matrix(output, q_rows, bias=spec.output_bias),
     )
+
+
+def llama_mlp(spec: ModelSpec, at: str) -> MLPTensors:
+    """The dense MLP of that layer."""
+    norm = Gain(f"{at}.post_attention_layernorm", spec.hidden)
+    gate_up, down = gated(f"{at}.mlp", spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+    return MLPTensors(norm, gate_up, down)
+
+
+def gated(at: str, hidden: int, width: int, *, bias: bool = False) -> tuple[Matrix, Matrix]:
+    """Gate beside up, and down, of a gated MLP of that width whose names begin with `at`."""
+    gate_up = tuple((f"{at}.{part}_proj", width) for part in ("gate", "up"))
+    down = ((f"{at}.down_proj", hidden),)
+    return Matrix(gate_up, hidden, bias=bias), Matrix(down, width, bias=bias)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bifolio.models.llama import llama_layer, llama_tensors
-from bifolio.models.tensors import Gain, LayerTensors, ModelTensors
+from bifolio.models.llama import llama_attention, llama_tensors
+from bifolio.models.tensors import AttentionTensors, Gain, ModelTensors
 from bifolio.spec import ModelSpec
 
 
 def qwen_tensors(spec: ModelSpec) -> ModelTensors:
     """The weights of a Qwen2 or Qwen3 of this shape."""
-    layers = tuple(_layer(spec, f"model.layers.{i}") for i in range(spec.layers))
-    return replace(llama_tensors(spec), layers=layers)
+    tensors = llama_tensors(spec)
+    layers = tuple(
+        replace(layer, attention=qwen_attention(spec, f"model.layers.{i}"))
+        for i, layer in enumerate(tensors.layers)
+    )
+    return replace(tensors, layers=layers)
 
 
-def _layer(spec: ModelSpec, at: str) -> LayerTensors:
-    layer = llama_layer(spec, at)
+def qwen_attention(spec: ModelSpec, at: str) -> AttentionTensors:
+    """Attention of the layer whose tensor names begin with `at`."""
+    attention = llama_attention(spec, at)
     if not spec.qk_norm:
-        return layer
+        return attention
     return replace(
-        layer,
+        attention,
         q_norm=Gain(f"{at}.self_attn.q_norm", spec.head_dim),
         k_norm=Gain(f"{at}.self_attn.k_norm", spec.head_dim),
     )

@@ -18,7 +18,7 @@ from bifolio.models.gguf import GGUFFile
 from bifolio.models.gguf_spec import gguf_spec
 from bifolio.models.progress import Report, hub_bar, silent
 from bifolio.spec import ModelSpec
-from bifolio.spec.hf import read_spec
+from bifolio.spec.config_json import read_config
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?(@[\w./-]+)?")
 _HUB_FILES = [
@@ -67,7 +67,7 @@ class ModelSource:
         """
         if self.is_gguf:
             return gguf_spec(self.gguf)
-        spec = read_spec(self.config, self.generation_config)
+        spec = read_config(self.config, self.generation_config)
         return replace(spec, stop_ids=tuple(dict.fromkeys((*spec.stop_ids, *self._end_token))))
 
     @property

@@ -41,22 +41,78 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTensors:
-    """One decoder layer. `q_norm` and `k_norm` are set in families that norm each head."""
+class Vector:
+    """One tensor `name` of [size], kept in float32 whatever the plan says."""
 
-    attention_norm: Gain
+    name: str
+    size: int
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.size,)
+
+
+Item = Matrix | Gain | Vector
+"""Whatever is read from a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTensors:
+    """Grouped-query attention; `q_norm` and `k_norm` are set in families that norm each head."""
+
+    norm: Gain
     qkv: Matrix
     output: Matrix
-    mlp_norm: Gain
-    gate_up: Matrix
-    down: Matrix
     q_norm: Gain | None = None
     k_norm: Gain | None = None
 
-    def all(self) -> Iterator[Matrix | Gain]:
-        yield from (self.attention_norm, self.qkv, self.output)
-        yield from (self.mlp_norm, self.gate_up, self.down)
+    def all(self) -> Iterator[Item]:
+        yield from (self.norm, self.qkv, self.output)
         yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class MLPTensors:
+    """A gated MLP. The shared experts of a mixture have their norm in common with it."""
+
+    norm: Gain
+    gate_up: Matrix
+    down: Matrix
+
+    def all(self) -> Iterator[Item]:
+        yield from (self.norm, self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class MoETensors:
+    """A mixture of experts. The router stays in float32, its correction bias too."""
+
+    norm: Gain
+    router: Matrix
+    gate_up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    correction: Vector | None = None
+    shared: MLPTensors | None = None
+
+    def all(self) -> Iterator[Item]:
+        yield from (self.norm, self.router)
+        if self.correction is not None:
+            yield self.correction
+        for pair in zip(self.gate_up, self.down, strict=True):
+            yield from pair
+        if self.shared is not None:
+            yield from self.shared.all()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One decoder layer."""
+
+    attention: AttentionTensors
+    mlp: MLPTensors | MoETensors
+
+    def all(self) -> Iterator[Item]:
+        yield from self.attention.all()
+        yield from self.mlp.all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +129,7 @@ class ModelTensors:
     tied: bool
     skipped: tuple[str, ...] = ()
 
-    def all(self) -> Iterator[Matrix | Gain]:
+    def all(self) -> Iterator[Item]:
         """Every weight that is read, in the order of the network."""
         yield self.embedding
         for layer in self.layers:

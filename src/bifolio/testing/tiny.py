@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bifolio.models.families import FAMILIES
 from bifolio.models.shards import INDEX
-from bifolio.spec.hf import read_spec
+from bifolio.spec.config_json import read_config
 
 VOCAB = 320
 END_OF_TEXT, IM_START, IM_END = 0, 1, 2
@@ -46,19 +46,55 @@ YARN_ROPE = {
 }
 
 
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3, "norm_topk_prob": True}
+_LATENT = _EXPERTS | {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_interleave": True,
+}
+_INDEXED = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": _EXPERTS | {"head_dim": 32, "num_experts": 8},
+    "deepseek_v3": _LATENT,
+    "kimi_k2": _LATENT,
+    "glm_moe_dsa": _LATENT
+    | _INDEXED
+    | {"indexer_types": ["full", "shared", "full", "shared"], "num_nextn_predict_layers": 0},
+}
+
+
 def tiny_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
-    """A `config.json` of a family (llama, qwen2, qwen3) with small sizes; `changes` win."""
+    """A `config.json` of a family with small sizes, all of them different; `changes` win."""
     config: dict[str, Any] = {
         "model_type": family,
-        "architectures": [
-            {"llama": "LlamaForCausalLM"}.get(family, f"{family.title()}ForCausalLM")
-        ],
+        "architectures": [_ARCHITECTURES[family]],
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32 if family == "qwen3" else 16,
+        "head_dim": 16,
         "hidden_act": "silu",
         "vocab_size": VOCAB,
         "max_position_embeddings": 512,
@@ -69,14 +105,14 @@ def tiny_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         "eos_token_id": IM_END,
         "torch_dtype": "float32",
     }
-    return config | changes
+    return config | _FAMILY_SIZES.get(family, {}) | changes
 
 
 def random_weights(
     config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Every tensor that a checkpoint with this configuration holds, by name."""
-    spec = read_spec(config)
+    spec = read_config(config)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for weight in FAMILIES[spec.architecture](spec).all():

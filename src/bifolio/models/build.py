@@ -1,0 +1,95 @@
+"""Puts a decoder together from the weights that its family names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bifolio.formats import FP32, PhasePlan, WeightFormat
+from bifolio.layers.attention import Attention
+from bifolio.layers.decoder import Decoder, DecoderLayer
+from bifolio.layers.mlp import GatedMLP
+from bifolio.layers.moe import MoE, Router
+from bifolio.models.reader import WeightReader
+from bifolio.models.tensors import AttentionTensors, MLPTensors, ModelTensors, MoETensors
+from bifolio.spec import ModelSpec
+
+
+def build_decoder(
+    spec: ModelSpec,
+    tensors: ModelTensors,
+    reader: WeightReader,
+    side: PhasePlan,
+    cos_sin_pd: Tensor,
+) -> Decoder:
+    """The decoder of one phase, its weights in the formats of `side`."""
+    embedding = reader.matrix(tensors.embedding, side.head)
+    layers = tuple(
+        DecoderLayer(
+            _attention(spec, layer.attention, reader, side.weights, spec.windows[i]),
+            _mlp(spec, layer.mlp, reader, side.weights),
+        )
+        for i, layer in enumerate(tensors.layers)
+    )
+    norm = reader.norm(tensors.norm, spec.rms_eps)
+    head = embedding if tensors.tied else reader.matrix(tensors.head, side.head)
+    return Decoder(embedding, layers, norm, head, cos_sin_pd)
+
+
+def _attention(
+    spec: ModelSpec,
+    tensors: AttentionTensors,
+    reader: WeightReader,
+    wish: WeightFormat | None,
+    window: int | None,
+) -> Attention:
+    eps = spec.rms_eps
+    return Attention(
+        norm=reader.norm(tensors.norm, eps),
+        qkv=reader.matrix(tensors.qkv, wish),
+        output=reader.matrix(tensors.output, wish),
+        heads=spec.heads,
+        scale=spec.head_dim**-0.5,
+        window=window,
+        q_norm=None if tensors.q_norm is None else reader.norm(tensors.q_norm, eps),
+        k_norm=None if tensors.k_norm is None else reader.norm(tensors.k_norm, eps),
+    )
+
+
+def _mlp(
+    spec: ModelSpec,
+    tensors: MLPTensors | MoETensors,
+    reader: WeightReader,
+    wish: WeightFormat | None,
+) -> GatedMLP | MoE:
+    if isinstance(tensors, MoETensors):
+        return _moe(spec, tensors, reader, wish)
+    return _gated(spec, tensors, reader, wish)
+
+
+def _gated(
+    spec: ModelSpec, tensors: MLPTensors, reader: WeightReader, wish: WeightFormat | None
+) -> GatedMLP:
+    return GatedMLP(
+        norm=reader.norm(tensors.norm, spec.rms_eps),
+        gate_up=reader.matrix(tensors.gate_up, wish),
+        down=reader.matrix(tensors.down, wish),
+    )
+
+
+def _moe(
+    spec: ModelSpec, tensors: MoETensors, reader: WeightReader, wish: WeightFormat | None
+) -> MoE:
+    assert spec.moe is not None
+    correction = tensors.correction
+    return MoE(
+        norm=reader.norm(tensors.norm, spec.rms_eps),
+        router=Router(
+            weight=reader.matrix(tensors.router, FP32),
+            bias_e=None if correction is None else reader.vector(correction),
+            spec=spec.moe.router,
+            top_k=spec.moe.top_k,
+        ),
+        gate_up=tuple(reader.matrix(matrix, wish) for matrix in tensors.gate_up),
+        down=tuple(reader.matrix(matrix, wish) for matrix in tensors.down),
+        shared=None if tensors.shared is None else _gated(spec, tensors.shared, reader, wish),
+    )

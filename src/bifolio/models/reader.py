@@ -1,0 +1,104 @@
+"""Takes weights out of a checkpoint into the formats of a plan, each only once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.formats import BF16, Number, WeightFormat
+from bifolio.kernels.decode import decode
+from bifolio.kernels.ops import Norm, Ops, Weight
+from bifolio.kernels.tensor import QuantTensor
+from bifolio.models.checkpoint import Checkpoint
+from bifolio.models.precision import convert, stack
+from bifolio.models.tensors import Gain, Matrix, ModelTensors, Vector
+
+Progress = Callable[[int, int], None]
+"""Called with the number of weights taken in and their total."""
+
+
+class WeightReader:
+    """Reads, converts and prepares weights; the same weight in the same format only once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        auto: Callable[[WeightFormat], WeightFormat],
+        progress: Progress,
+        total: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._ops = ops
+        self._auto = auto
+        self._progress = progress
+        self._done, self._total = 0, total
+        self._matrices: dict[tuple[Matrix, WeightFormat | None], Weight] = {}
+        self._vectors: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        vectors = sum(vector.nbytes for vector in self._vectors.values())
+        return vectors + sum(weight.nbytes for weight in self._matrices.values())
+
+    def norm(self, gain: Gain, eps: float) -> Norm:
+        return Norm(self._read(f"{gain.part}.weight"), eps)
+
+    def vector(self, vector: Vector) -> Tensor:
+        """A vector as float32 [n]."""
+        return self._read(vector.name)
+
+    def matrix(self, matrix: Matrix, wish: WeightFormat | None) -> Weight:
+        """The weight in the format `wish`; None is the policy for the format it is stored in."""
+        key = (matrix, wish)
+        if key not in self._matrices:
+            self._matrices[key] = self._prepare(matrix, wish)
+        self._step()
+        return self._matrices[key]
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self._vectors:
+            self._vectors[name] = self._checkpoint.vector(name)
+        self._step()
+        return self._vectors[name]
+
+    def check_tied(self, tensors: ModelTensors) -> None:
+        """A head stored beside tied embeddings must be equal to them."""
+        for name, _ in tensors.head.shapes() if tensors.tied else ():
+            if name in self._checkpoint.shapes:
+                table = self._checkpoint.matrix(next(tensors.embedding.shapes())[0])
+                if not torch.equal(decode(self._checkpoint.matrix(name)), decode(table)):
+                    raise CheckpointError(
+                        f"{name} differs from the embeddings, although they are tied by "
+                        "tie_word_embeddings"
+                    )
+
+    def _prepare(self, matrix: Matrix, wish: WeightFormat | None) -> Weight:
+        names = [part for part, _ in matrix.parts]
+        stored = stack([self._checkpoint.matrix(f"{name}.weight") for name in names])
+        bias = None
+        if matrix.bias:
+            bias = torch.cat([self._checkpoint.vector(f"{name}.bias") for name in names])
+        try:
+            return self._take_in(stored, bias, wish)
+        except CheckpointError as error:
+            raise CheckpointError(f"{', '.join(names)}: {error}") from error
+
+    def _take_in(
+        self, stored: QuantTensor, bias_n: Tensor | None, wish: WeightFormat | None
+    ) -> Weight:
+        if wish is not None:
+            return self._ops.prepare(convert(stored, wish), bias_n)
+        try:
+            return self._ops.prepare(convert(stored, self._auto(stored.format)), bias_n)
+        except UnsupportedError:
+            if stored.format.number in (Number.BF16, Number.FP32):
+                raise
+            return self._ops.prepare(convert(stored, BF16), bias_n)
+
+    def _step(self) -> None:
+        self._done += 1
+        self._progress(self._done, self._total)
