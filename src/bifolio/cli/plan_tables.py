@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from bifolio.formats import PhasePlan
 from bifolio.planner.capacity import Capacity
 from bifolio.planner.export import Export
 from bifolio.planner.phases import Choice
@@ -34,7 +35,7 @@ def print_report(report: Report) -> None:
         _titled("Decode ceilings", _decode_table(report)),
         _titled("Prefill ceiling", Text(_prefill_line(report))),
         _titled("Fastest weights", _ranges_table(report)),
-        _titled("Cheapest plan for this workload", _best_table(report)),
+        _titled("This plan and the cheapest ones, on the workload", _best_table(report)),
         _titled("Assumptions", _lines(report.assumptions)),
     )
 
@@ -129,11 +130,17 @@ def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:,.3f} MB"
 
 
-def _rooms(report: Report) -> list[tuple[str, Capacity]]:
+def _phases(report: Report) -> dict[str, PhasePlan]:
+    """The phases that differ, by the name of their column."""
     plan = report.question.plan
     if plan.prefill == plan.decode:
-        return [("both phases", report.decode_room)]
-    return [("prefill", report.prefill_room), ("decode", report.decode_room)]
+        return {"both phases": plan.decode}
+    return {"prefill": plan.prefill, "decode": plan.decode}
+
+
+def _rooms(report: Report) -> list[tuple[str, Capacity]]:
+    rooms = {"prefill": report.prefill_room}
+    return [(name, rooms.get(name, report.decode_room)) for name in _phases(report)]
 
 
 def _memory_table(report: Report) -> Table:
@@ -148,6 +155,8 @@ def _memory_table(report: Report) -> Table:
     table.add_row("cache", *(_gigabytes(room.cache_bytes) for _, room in rooms))
     rest = deployment.device.memory_bytes - deployment.usable_bytes
     table.add_row("left free", *([_gigabytes(rest)] * len(rooms)))
+    files = [deployment.checkpoint_bytes(phase) for phase in _phases(report).values()]
+    table.add_row("whole checkpoint", *map(_gigabytes, files), style="dim")
     return table
 
 
@@ -214,17 +223,16 @@ def _ranges(found: Sequence[Range]) -> str:
 
 
 def _best_table(report: Report) -> RenderableType:
-    one, two = report.best
-    if two is None:
-        return Text("nothing fits on these devices")
-    choices = {name: c for name, c in (("one pool", one), ("two pools", two)) if c is not None}
-    table = _table("", *choices)
+    choices = {name: c for name, c in report.choices.items() if c is not None}
+    if not choices:
+        return Text("no plan serves it on these devices within these limits")
+    table = _table("", *(_CHOICE_NAMES[name] for name in choices))
     for title, cell in _CHOICE_ROWS:
         table.add_row(title, *(cell(choice) for choice in choices.values()))
     workload = report.question.workload
     lines = [
         f"{workload.mean_prompt:,.0f} tokens in, {workload.mean_output:,.0f} out"
-        + ("" if one is None else _gain(one, two))
+        + _gain(choices.get("one_pool"), choices.get("two_pools"))
     ]
     if workload.repeated is not None:
         lines.append(
@@ -234,6 +242,7 @@ def _best_table(report: Report) -> RenderableType:
     return Group(table, *map(Text, lines))
 
 
+_CHOICE_NAMES = {"asked": "as asked", "one_pool": "one pool", "two_pools": "two pools"}
 _CHOICE_ROWS: tuple[tuple[str, Callable[[Choice], str]], ...] = (
     ("prefill", lambda c: str(c.prefill.plan)),
     ("  tokens/s", lambda c: f"{c.prefill.tokens_per_second:,.0f}"),
@@ -245,6 +254,8 @@ _CHOICE_ROWS: tuple[tuple[str, Callable[[Choice], str]], ...] = (
 )
 
 
-def _gain(one: Choice, two: Choice) -> str:
+def _gain(one: Choice | None, two: Choice | None) -> str:
+    if one is None or two is None:
+        return ""
     saved = 1 - two.worker_seconds / one.worker_seconds
     return f"; two pools save {saved:.0%}" if saved >= 0.005 else "; two pools save nothing"

@@ -81,16 +81,15 @@ class Capacity:
 
 
 def capacity(deployment: Deployment, phase: PhasePlan) -> Capacity:
-    """ConfigError if the weights alone do not fit, with the number of devices that would do."""
+    """What one phase keeps on one device. ConfigError if the weights leave no room for a page."""
     weights = deployment.weight_bytes(phase)
     left = deployment.usable_bytes - sum(weights.values())
     page = deployment.pages(phase.cache)
     if left < page.page_bytes:
-        need, have = sum(weights.values()), deployment.usable_bytes
         raise ConfigError(
-            f"the weights take {need / 1e9:.1f} GB on each of {deployment.tp} × "
-            f"{deployment.device.name}, which offers {have / 1e9:.1f} GB "
-            f"({deployment.memory_share} % of its memory); use more devices (--tp) or smaller "
-            "formats (--plan)"
+            f"the weights take {sum(weights.values()):,} B on each of {deployment.tp} × "
+            f"{deployment.device.name}, which has {deployment.usable_bytes:,} B for them and the "
+            f"cache ({deployment.memory_share} % of its memory); use more devices (--tp) or "
+            "smaller formats (--plan)"
         )
     return Capacity(weights, left, page)

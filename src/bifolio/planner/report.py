@@ -10,7 +10,14 @@ from bifolio.errors import ConfigError
 from bifolio.formats import BF16, PhasePlan, PrecisionPlan
 from bifolio.planner.capacity import Capacity, Deployment, capacity
 from bifolio.planner.hardware import Device
-from bifolio.planner.phases import Choice, PhaseChoice, best_choice, weight_candidates
+from bifolio.planner.phases import (
+    Choice,
+    PhaseChoice,
+    best_choice,
+    decode_choice,
+    prefill_choice,
+    weight_candidates,
+)
 from bifolio.planner.roofline import limits
 from bifolio.planner.shapes import Kind
 from bifolio.planner.speed import (
@@ -50,7 +57,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The answer. `best` is the cheapest plan in one pool and in two, None where nothing fits."""
+    """The answer.
+
+    `asked` is the plan itself on the workload; `best` is the cheapest plan in one pool and in two.
+    Each is None where the workload does not fit.
+    """
 
     question: Question
     prefill_room: Capacity
@@ -61,7 +72,13 @@ class Report:
     prefill: PrefillSpeed
     decode_wins: list[Range]
     prefill_wins: list[Range]
+    asked: Choice | None
     best: tuple[Choice | None, Choice | None]
+
+    @property
+    def choices(self) -> dict[str, Choice | None]:
+        """The plan that was asked about and the cheapest ones, by name."""
+        return {"asked": self.asked, "one_pool": self.best[0], "two_pools": self.best[1]}
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -115,14 +132,14 @@ class Report:
             "requests_that_fit": self.requests,
             "requests_by_context": {str(n): self.decode_room.requests(n) for n in self.contexts},
             "phases": {
-                "prefill": _phase_dict(plan.prefill, self.prefill_room)
+                "prefill": _phase_dict(deployment, plan.prefill, self.prefill_room)
                 | {
                     "tokens_per_second": self.prefill.tokens_per_second,
                     "first_token_seconds": self.prefill.first_token,
                     "bound": self.prefill.bound,
                     "cost_per_million": self.cost_in,
                 },
-                "decode": _phase_dict(plan.decode, self.decode_room)
+                "decode": _phase_dict(deployment, plan.decode, self.decode_room)
                 | {"ceilings": [self._speed_dict(speed) for speed in self.decode]},
             },
             "fastest_weights": {
@@ -130,9 +147,9 @@ class Report:
                 "prefill_by_step_tokens": [_range_dict(r) for r in self.prefill_wins],
             },
             "workload": _workload_dict(question.workload),
-            "best": {
+            "on_workload": {
                 name: None if choice is None else self._choice_dict(choice)
-                for name, choice in zip(("one_pool", "two_pools"), self.best, strict=True)
+                for name, choice in self.choices.items()
             },
             "assumptions": list(self.assumptions),
         }
@@ -178,8 +195,21 @@ def answer(question: Question) -> Report:
         prefill=prefill_speed(deployment, plan.prefill, Prefill(workload.prompts), mean),
         decode_wins=decode_ranges(deployment, formats, plan.decode, workload.context),
         prefill_wins=prefill_ranges(deployment, formats, plan.prefill, mean),
+        asked=_asked(question),
         best=(_best(question, 1), _best(question, 2)),
     )
+
+
+def _asked(question: Question) -> Choice | None:
+    plan, deployment, workload = question.plan, question.deployment, question.workload
+    try:
+        return Choice(
+            prefill_choice(deployment, plan.prefill, workload),
+            decode_choice(deployment, plan.decode, workload, question.most, question.slowest),
+            pools=1 if plan.prefill == plan.decode else 2,
+        )
+    except ConfigError:
+        return None
 
 
 def _best(question: Question, pools: int) -> Choice | None:
@@ -246,11 +276,16 @@ def _two_phases(report: Report) -> list[str]:
 def _rates(device: Device) -> str:
     """`reads 4,800 GB/s; 989 TFLOP/s in bf16, …`."""
     peaks = {"bf16": device.bf16_ops, "fp8": device.fp8_ops, "int8": device.int8_ops}
-    shown = [f"{ops / 1e12:,.3g} in {name}" for name, ops in peaks.items() if ops]
-    line = f"it reads {device.read_bytes / 1e9:,.4g} GB/s; 10¹² operations/s: {', '.join(shown)}"
+    shown = [f"{_rounded(ops / 1e12)} in {name}" for name, ops in peaks.items() if ops]
+    reads = _rounded(device.read_bytes / 1e9)
+    line = f"it reads {reads} GB/s; 10¹² operations/s: {', '.join(shown)}"
     if device.fp8_unpack:
         line += f"; 10¹² e4m3 numbers unpacked/s: {device.fp8_unpack / 1e12:.3g}"
     return line
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _phases(plan: PrecisionPlan) -> dict[str, PhasePlan]:
@@ -259,9 +294,10 @@ def _phases(plan: PrecisionPlan) -> dict[str, PhasePlan]:
     return {" of prefill": plan.prefill, " of decode": plan.decode}
 
 
-def _phase_dict(phase: PhasePlan, room: Capacity) -> dict[str, Any]:
+def _phase_dict(deployment: Deployment, phase: PhasePlan, room: Capacity) -> dict[str, Any]:
     return {
         "formats": str(phase),
+        "checkpoint_bytes": deployment.checkpoint_bytes(phase),
         "weight_bytes": {str(kind): nbytes for kind, nbytes in room.weights.items()},
         "weight_bytes_per_device": room.weight_bytes,
         "cache_bytes": room.cache_bytes,

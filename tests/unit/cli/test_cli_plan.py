@@ -99,7 +99,7 @@ def test_a_trace_gives_the_lengths(tmp_path: Path) -> None:
     found = values("-m", "llama-70b", *H200, "--trace", str(trace))
     assert found["workload"]["requests"] == 2
     assert found["workload"]["mean_prompt_tokens"] == 2000
-    assert found["best"]["two_pools"]["workers"]
+    assert found["on_workload"]["two_pools"]["workers"]
 
 
 def test_a_checkpoint_folder_is_planned_from_its_configuration_and_sizes(tmp_path: Path) -> None:

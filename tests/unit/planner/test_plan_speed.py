@@ -174,9 +174,10 @@ def test_the_report_is_json_and_adds_up() -> None:
     assert values["weight_bytes_per_device"] == sum(room.weights.values())
     decode = values["phases"]["decode"]
     assert sum(decode["weight_bytes"].values()) == decode["weight_bytes_per_device"]
+    assert decode["checkpoint_bytes"] / 2**30 == pytest.approx(421, rel=0.03)
     assert values["requests_that_fit"] == room.requests(9192)
     assert all(row["cost_per_million"] > 0 for row in decode["ceilings"])
-    assert values["best"]["two_pools"]["workers"] == [5, 8]
+    assert values["on_workload"]["two_pools"]["workers"] == [5, 8]
     assert any("routed_experts int4:g32" in line for line in values["assumptions"])
 
 
@@ -199,3 +200,20 @@ def test_cache_memory_and_prefill_do_not_depend_on_the_price() -> None:
     assert priced.cost_out is not None
     assert priced.cost_in < priced.cost_out
     assert free.decode == priced.decode
+
+
+def test_the_plan_that_was_asked_about_is_set_beside_the_cheapest() -> None:
+    same = answer(Question("kimi", KIMI, PrecisionPlan.parse("auto/bf16"), WORK))
+    assert same.asked is not None
+    assert same.asked.pools == 1
+    unlike = PrecisionPlan.parse(prefill="fp8/bf16", decode="int4:g32/fp8")
+    split = answer(Question("glm", GLM, unlike, WORK))
+    assert split.asked is not None
+    assert split.best[1] is not None
+    assert split.asked.worker_seconds == pytest.approx(split.best[1].worker_seconds, rel=0.001)
+    too_long = answer(Question("kimi", KIMI, unlike_auto(), Workload.fixed(10**8, 10)))
+    assert too_long.choices == {"asked": None, "one_pool": None, "two_pools": None}
+
+
+def unlike_auto() -> PrecisionPlan:
+    return PrecisionPlan.parse(prefill="auto/bf16", decode="auto/fp8")
