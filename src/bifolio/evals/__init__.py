@@ -1,0 +1,1 @@
+"""Quality measured: one plan against another, on the same tokens."""
