@@ -26,8 +26,8 @@ class Export:
 def export_plan(engine: str, deployment: Deployment, plan: PrecisionPlan, model: str) -> Export:
     """Commands that serve `model` (a hub id or a folder) as nearly as the engine can.
 
-    One server where both phases are alike, else a prefill and a decode server. ConfigError names
-    the engines that there are.
+    One server where both phases are alike, else a prefill and a decode server; PREFILL_HOST and
+    DECODE_HOST stand for their machines. ConfigError names the engines that there are.
     """
     if engine not in ENGINES:
         raise ConfigError(f"--export {engine}: no such engine; engines: {', '.join(ENGINES)}")
@@ -44,7 +44,8 @@ def _sglang(
         parts = [
             f"python -m sglang.launch_server --model-path {model} --tp {deployment.tp}",
             f"--kv-cache-dtype {_sglang_cache(cache)} --page-size {_page(deployment)}",
-            f"--mem-fraction-static {deployment.memory_share / 100:.2f} --port {port}",
+            f"--mem-fraction-static {deployment.memory_share / 100:.2f}",
+            f"--host 0.0.0.0 --port {port}",
         ]
         if role:
             parts.append(f"--disaggregation-mode {role}")
@@ -58,7 +59,7 @@ def _sglang(
         server("prefill", _PREFILL_PORT, cache),
         server("decode", _DECODE_PORT, cache),
         "python -m sglang_router.launch_router --pd-disaggregation "
-        f"--prefill http://127.0.0.1:{_PREFILL_PORT} --decode http://127.0.0.1:{_DECODE_PORT} "
+        f"--prefill http://PREFILL_HOST:{_PREFILL_PORT} --decode http://DECODE_HOST:{_DECODE_PORT} "
         f"--port {_ROUTER_PORT}",
     )
 
@@ -68,7 +69,8 @@ def _vllm(deployment: Deployment, plan: PrecisionPlan, model: str, split: bool) 
         parts = [
             f"vllm serve {model} --tensor-parallel-size {deployment.tp}",
             f"--kv-cache-dtype {_vllm_cache(cache)} --block-size {_page(deployment)}",
-            f"--gpu-memory-utilization {deployment.memory_share / 100:.2f} --port {port}",
+            f"--gpu-memory-utilization {deployment.memory_share / 100:.2f}",
+            f"--host 0.0.0.0 --port {port}",
         ]
         if split:
             parts.append(
@@ -84,8 +86,8 @@ def _vllm(deployment: Deployment, plan: PrecisionPlan, model: str, split: bool) 
         f"VLLM_NIXL_SIDE_CHANNEL_PORT=5601 {server(_DECODE_PORT, cache)}",
         # The proxy that vLLM's guide to this connector starts, from its source tree.
         "python tests/v1/kv_connector/nixl_integration/toy_proxy_server.py "
-        f"--prefiller-hosts 127.0.0.1 --prefiller-ports {_PREFILL_PORT} "
-        f"--decoder-hosts 127.0.0.1 --decoder-ports {_DECODE_PORT} --port {_ROUTER_PORT}",
+        f"--prefiller-hosts PREFILL_HOST --prefiller-ports {_PREFILL_PORT} "
+        f"--decoder-hosts DECODE_HOST --decoder-ports {_DECODE_PORT} --port {_ROUTER_PORT}",
     )
 
 
@@ -114,21 +116,7 @@ def _lost(engine: str, deployment: Deployment, plan: PrecisionPlan, split: bool)
             "for prefill"
         )
     lost += _lost_weights(name, prefill, decode, split)
-    if any(phase.cache.token_scales for phase in (prefill, decode)) and not deployment.model.mla:
-        lost.append(
-            f"{name} has no scale per token and head for fp8 pages: it uses one per tensor, 1.0 "
-            "with a warning where the checkpoint has none"
-        )
-    elif any(phase.cache.static_scales for phase in (prefill, decode)):
-        lost.append(
-            f"{name} keeps one scale per tensor for fp8 pages, 1.0 with a warning where the "
-            "checkpoint has none"
-        )
-    if deployment.model.indexer and decode.cache.static_scales:
-        lost.append(
-            f"{name}'s sparse attention on Hopper keeps fp8 latents with a scale per 128 (656 B), "
-            "not plain (576 B): plan for fp8:token"
-        )
+    lost += _lost_scales(name, deployment, [prefill.cache, decode.cache])
     if engine == "vllm":
         lost.append(
             "vLLM counts the activations of a trial run inside --gpu-memory-utilization: fewer "
@@ -136,6 +124,28 @@ def _lost(engine: str, deployment: Deployment, plan: PrecisionPlan, split: bool)
         )
     lost.append(f"{name} ends no request when a page is not the one that the request wrote")
     return lost
+
+
+def _lost_scales(name: str, deployment: Deployment, caches: list[CacheFormat]) -> list[str]:
+    if deployment.model.indexer:
+        if any(cache.static_scales for cache in caches):
+            return [
+                f"{name}'s sparse attention on Hopper keeps fp8 latents with a scale per 128 "
+                "(656 B), not plain (576 B): plan for fp8:token"
+            ]
+        return []
+    if any(cache.token_scales for cache in caches):
+        finer = "per token and 128 latents" if deployment.model.mla else "per token and head"
+        return [
+            f"{name} has no scale {finer} for fp8 pages of this model: it uses one per tensor, 1.0 "
+            "with a warning where the checkpoint has none"
+        ]
+    if any(cache.static_scales for cache in caches):
+        return [
+            f"{name} keeps one scale per tensor for fp8 pages, 1.0 with a warning where the "
+            "checkpoint has none"
+        ]
+    return []
 
 
 def _lost_weights(name: str, prefill: PhasePlan, decode: PhasePlan, split: bool) -> list[str]:

@@ -45,6 +45,11 @@ def test_what_both_engines_lack_is_always_said() -> None:
         assert any("scale per token and head" in line for line in scaled.lost)
         plain = export(engine, "llama-70b", plan="auto/fp8")
         assert any("one scale per tensor" in line for line in plain.lost)
+        sparse = export(engine, "glm-5.2", plan="auto/fp8")
+        assert any("656 B" in line for line in sparse.lost)
+        assert not any(
+            "scale" in line for line in export(engine, "glm-5.2", plan="auto/fp8:token").lost
+        )
 
 
 def test_another_weight_format_needs_another_checkpoint() -> None:
