@@ -7,6 +7,7 @@ namespace bifolio::BIFOLIO_ISA {
 namespace {
 
 constexpr int64_t kReadTile = 64 << 10;
+constexpr auto kWidth = static_cast<int64_t>(sizeof(IntLanes));
 constexpr int64_t kSteps = 4096;  // a tile of some microseconds
 constexpr int kRows = kMaxRows;   // sums as in the largest block of the linear kernel
 
@@ -45,16 +46,12 @@ int64_t repeat(const Step& step) {
 }  // namespace
 
 void read_probe(const ReadProbeArgs& a, ThreadPool& pool) {
-  const int64_t tiles = (a.bytes + kReadTile - 1) / kReadTile;
-  parallel_section(pool, tiles, [&](TileCursor& cursor, int) {
+  parallel_section(pool, a.bytes / kReadTile, [&](TileCursor& cursor, int) {
     IntLanes seen[4] = {};
-    for (int64_t begin, end; next_tiles(cursor, begin, end);) {
-      const int64_t stop = end * kReadTile < a.bytes ? end * kReadTile : a.bytes;
-      constexpr auto kWidth = static_cast<int64_t>(sizeof(IntLanes));
-      for (int64_t i = begin * kReadTile; i < stop; i += 4 * kWidth) {
-        for (int j = 0; j < 4; ++j) {
-          if (i + j * kWidth < stop) seen[j] = seen[j] ^ load_words(a.data + i + j * kWidth);
-        }
+    for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) {
+      const uint8_t* p = a.data + tile * kReadTile;
+      for (int64_t i = 0; i < kReadTile; i += 4 * kWidth) {
+        for (int j = 0; j < 4; ++j) seen[j] = seen[j] ^ load_words(p + i + j * kWidth);
       }
     }
     const IntLanes all = seen[0] ^ seen[1] ^ seen[2] ^ seen[3];

@@ -7,7 +7,7 @@ namespace bifolio {
 
 struct ReadProbeArgs {
   const uint8_t* data;
-  int64_t bytes;  // a multiple of 64
+  int64_t bytes;  // a multiple of 64 KiB
   int64_t* sink;  // [1]: keeps the reads from being left out
 };
 

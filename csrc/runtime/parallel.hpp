@@ -16,13 +16,11 @@ using Kernel = void (*)(const Args&, ThreadPool&);
 template <class Args>
 using WorkspaceSize = int64_t (*)(const Args&, const ThreadPool&);
 
-// Hands out the numbers 0 … tiles - 1 of one parallel section, each exactly once.
+// Hands out the numbers 0 … tiles - 1 of one parallel section, each exactly once. A thread has a
+// run of its own, which it takes in order, so that tiles behind each other in memory are one stream;
+// then it takes over half of what another has left.
 class TileCursor;
 int64_t next_tile(TileCursor& cursor) noexcept;  // below 0: none left
-
-// Takes tiles begin … end - 1, many at first and one in the end; false: none left. For tiles that
-// are short beside the cost of taking one, or that lie behind each other in memory.
-bool next_tiles(TileCursor& cursor, int64_t& begin, int64_t& end) noexcept;
 
 using SectionFn = void (*)(const void* body, TileCursor& cursor, int thread);
 

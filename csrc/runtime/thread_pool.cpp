@@ -14,6 +14,12 @@ constexpr uint64_t kInside = kOpen - 1;
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int kSpinsPerClock = 32;
 
+uint64_t span(int64_t begin, int64_t end) {
+  return static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end);
+}
+int64_t first(uint64_t span) { return static_cast<int64_t>(span >> 32); }
+int64_t last(uint64_t span) { return static_cast<int64_t>(span & 0xffffffff); }
+
 uint64_t opened(uint32_t epoch) { return uint64_t{epoch} << 32 | kOpen; }
 
 void pause() noexcept {
@@ -41,17 +47,59 @@ bool spin_until(const Ready& ready) noexcept {
 
 int64_t next_tile(TileCursor& cursor) noexcept { return cursor.next(); }
 
-bool next_tiles(TileCursor& cursor, int64_t& begin, int64_t& end) noexcept {
-  return cursor.next_range(begin, end);
-}
-
 void run_section(ThreadPool& pool, int64_t tiles, SectionFn fn, const void* body) noexcept {
   pool.run(tiles, fn, body);
 }
 
 int thread_count(const ThreadPool& pool) noexcept { return pool.threads(); }
 
-ThreadPool::ThreadPool(int threads) {
+void TileRuns::reset(int64_t tiles) noexcept {
+  const auto threads = static_cast<int64_t>(runs_.size());
+  int64_t begin = 0;
+  for (int64_t i = 0; i < threads; ++i) {
+    const int64_t end = tiles * (i + 1) / threads;
+    runs_[static_cast<std::size_t>(i)].span.store(span(begin, end), std::memory_order_relaxed);
+    begin = end;
+  }
+}
+
+int64_t TileRuns::take(std::size_t thread) noexcept {
+  Run& own = runs_[thread];
+  const int64_t tile = take_first(own);
+  if (tile >= 0) return tile;
+  for (std::size_t i = 1; i < runs_.size(); ++i) {
+    const int64_t taken = take_over(runs_[(thread + i) % runs_.size()], own);
+    if (taken >= 0) return taken;
+  }
+  return -1;
+}
+
+int64_t TileRuns::take_first(Run& run) noexcept {
+  uint64_t value = run.span.load(std::memory_order_relaxed);
+  while (first(value) < last(value)) {
+    if (run.span.compare_exchange_weak(value, span(first(value) + 1, last(value)),
+                                       std::memory_order_relaxed)) {
+      return first(value);
+    }
+  }
+  return -1;
+}
+
+// Takes the later half of another's run: its first tile at once, the others become one's own.
+int64_t TileRuns::take_over(Run& from, Run& own) noexcept {
+  uint64_t value = from.span.load(std::memory_order_relaxed);
+  while (first(value) < last(value)) {
+    const int64_t middle = first(value) + (last(value) - first(value)) / 2;
+    if (from.span.compare_exchange_weak(value, span(first(value), middle),
+                                        std::memory_order_relaxed)) {
+      own.span.store(span(middle + 1, last(value)), std::memory_order_relaxed);
+      return middle;
+    }
+  }
+  return -1;
+}
+
+ThreadPool::ThreadPool(int threads) : runs_(threads) {
   workers_.reserve(static_cast<std::size_t>(threads - 1));
   for (int thread = 1; thread < threads; ++thread) {
     workers_.emplace_back([this, thread] { work(thread); });
@@ -67,9 +115,10 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::run(int64_t tiles, SectionFn fn, const void* body) noexcept {
   if (tiles <= 0) return;
-  cursor_.reset(tiles, threads());
+  runs_.reset(tiles);
+  TileCursor cursor(runs_, 0);
   if (tiles == 1 || workers_.empty()) {
-    fn(body, cursor_, 0);
+    fn(body, cursor, 0);
     return;
   }
   fn_ = fn;
@@ -79,7 +128,7 @@ void ThreadPool::run(int64_t tiles, SectionFn fn, const void* body) noexcept {
   epoch_.store(epoch, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) epoch_.notify_all();
 
-  fn(body, cursor_, 0);
+  fn(body, cursor, 0);
 
   gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
   const auto empty = [this] { return (gate_.load(std::memory_order_acquire) & kInside) == 0; };
@@ -109,7 +158,8 @@ void ThreadPool::work(int thread) noexcept {
     seen = await_epoch(seen);
     if (stop_.load(std::memory_order_relaxed)) return;
     if (!try_join(seen)) continue;
-    fn_(body_, cursor_, thread);
+    TileCursor cursor(runs_, thread);
+    fn_(body_, cursor, thread);
     gate_.fetch_sub(1, std::memory_order_acq_rel);
   }
 }

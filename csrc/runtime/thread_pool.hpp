@@ -12,33 +12,37 @@ namespace bifolio {
 
 inline constexpr std::size_t kCacheLine = 64;
 
-class TileCursor {
+// The tiles that are left, as one run per thread.
+class TileRuns {
  public:
-  void reset(int64_t tiles, int threads) noexcept {
-    tiles_ = tiles;
-    share_ = 2 * threads;
-    next_.store(0, std::memory_order_relaxed);
-  }
+  explicit TileRuns(int threads) : runs_(static_cast<std::size_t>(threads)) {}
 
-  int64_t next() noexcept {
-    const int64_t tile = next_.fetch_add(1, std::memory_order_relaxed);
-    return tile < tiles_ ? tile : -1;
-  }
-
-  bool next_range(int64_t& begin, int64_t& end) noexcept {
-    begin = next_.load(std::memory_order_relaxed);
-    do {
-      if (begin >= tiles_) return false;
-      const int64_t take = (tiles_ - begin) / share_;
-      end = begin + (take > 1 ? take : 1);
-    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
-    return true;
-  }
+  void reset(int64_t tiles) noexcept;
+  int64_t take(std::size_t thread) noexcept;  // below 0: none left
 
  private:
-  alignas(kCacheLine) std::atomic<int64_t> next_{0};
-  int64_t tiles_ = 0;
-  int64_t share_ = 1;  // a range is this part of what is left
+  // begin << 32 | end, so that owner and thief cannot cross. A run never comes back to a value that
+  // it had: its first tile is done before any part of it can return.
+  struct alignas(kCacheLine) Run {
+    std::atomic<uint64_t> span{0};
+  };
+
+  int64_t take_first(Run& run) noexcept;
+  int64_t take_over(Run& from, Run& own) noexcept;
+
+  std::vector<Run> runs_;
+};
+
+// One thread's access to the tiles.
+class TileCursor {
+ public:
+  TileCursor(TileRuns& runs, int thread) noexcept
+      : runs_(runs), thread_(static_cast<std::size_t>(thread)) {}
+  int64_t next() noexcept { return runs_.take(thread_); }
+
+ private:
+  TileRuns& runs_;
+  std::size_t thread_;
 };
 
 // One thread at a time may call run(). A section is open between its publication and the moment
@@ -66,7 +70,7 @@ class ThreadPool {
   std::atomic<bool> stop_{false};
   SectionFn fn_ = nullptr;
   const void* body_ = nullptr;
-  TileCursor cursor_;
+  TileRuns runs_;
   std::vector<std::thread> workers_;
 };
 

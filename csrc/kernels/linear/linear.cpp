@@ -75,14 +75,17 @@ class Product {
                packed + block * cut_.block_bytes, temporary);
   }
 
-  // Blocks begin … end - 1 against one panel.
+  // Blocks begin … end - 1 against one panel. Meanwhile the next panel comes into the cache, an
+  // equal part of it with each block.
   void multiply(int64_t panel, int64_t begin, int64_t end, const uint8_t* packed) const {
     const uint8_t* weights = a_.packed + panel * panel_bytes_;
+    Ahead ahead{.start = weights + panel_bytes_, .step = ceil_div(kLineBytes, end - begin)};
     alignas(64) float out[kMaxRows * kPanel];
     for (int64_t block = begin; block < end; ++block) {
       const RowBlock rows =
           view_block(cut_.shape, rows_of(block), packed + block * cut_.block_bytes);
-      (block + 1 < cut_.blocks ? whole_ : last_)(a_.layout, weights, rows, out);
+      (block + 1 < cut_.blocks ? whole_ : last_)(a_.layout, weights, ahead, rows, out);
+      ahead.start += panel_bytes_ / kLineBytes * ahead.step;
       finish(panel, block, rows, out);
     }
   }
@@ -133,12 +136,10 @@ void run_alone(const LinearArgs& a, const Cut& cut, const Product& product, Thre
   const int64_t bytes = cut.packed_bytes() + cut.shape.temporary_bytes();
   parallel_section(pool, a.layout.panels(), [&](TileCursor& cursor, int thread) {
     uint8_t* packed = a.workspace + thread * bytes;
-    int64_t begin, end;
-    if (!next_tiles(cursor, begin, end)) return;
+    int64_t panel = next_tile(cursor);
+    if (panel < 0) return;
     product.pack(0, packed, packed + cut.packed_bytes());
-    do {
-      for (int64_t panel = begin; panel < end; ++panel) product.multiply(panel, 0, 1, packed);
-    } while (next_tiles(cursor, begin, end));
+    for (; panel >= 0; panel = next_tile(cursor)) product.multiply(panel, 0, 1, packed);
   });
 }
 
@@ -152,11 +153,9 @@ void run_shared(const LinearArgs& a, const Cut& cut, const Product& product, Thr
   const int64_t step = most(1, least(ceil_div(cut.blocks, wanted), kRowGroupBytes / cut.block_bytes));
   const int64_t groups = ceil_div(cut.blocks, step);
   parallel_section(pool, groups * panels, [&](TileCursor& cursor, int) {
-    for (int64_t begin, end; next_tiles(cursor, begin, end);) {
-      for (int64_t tile = begin; tile < end; ++tile) {
-        const int64_t first = tile / panels * step;
-        product.multiply(tile % panels, first, least(first + step, cut.blocks), a.workspace);
-      }
+    for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) {
+      const int64_t first = tile / panels * step;
+      product.multiply(tile % panels, first, least(first + step, cut.blocks), a.workspace);
     }
   });
 }

@@ -28,8 +28,30 @@ struct RowBlock {
   const float* scales;    // [R]: of int8 activations
 };
 
-using MultiplyFn = void (*)(const WeightLayout& layout, const uint8_t* panel, const RowBlock& rows,
-                            float* out);  // [R][32]
+inline constexpr int64_t kLineBytes = 64;  // of the processor's caches
+
+// Memory to fetch while a panel is multiplied: `step` bytes for every 64 of the panel.
+struct Ahead {
+  const uint8_t* start;
+  int64_t step;
+};
+
+// Few rows read weights as fast as memory gives them: there the processor's own prefetcher does
+// best, and instructions only disturb it. Many rows take so long over a line that it falls behind.
+inline constexpr int kFetchingRows = 6;
+
+template <int R>
+inline void fetch(Ahead& ahead, int64_t bytes) {
+  if constexpr (R >= kFetchingRows) {
+    for (int64_t i = 0; i < bytes; i += kLineBytes) {
+      __builtin_prefetch(ahead.start, 0, 2);
+      ahead.start += ahead.step;
+    }
+  }
+}
+
+using MultiplyFn = void (*)(const WeightLayout& layout, const uint8_t* panel, Ahead ahead,
+                            const RowBlock& rows, float* out);  // out [R][32]
 
 struct NoScales {
   static constexpr bool kOffsets = false;
@@ -92,7 +114,8 @@ inline void start_sums(const int32_t* group_sums, typename Codes::Sum (&sums)[R]
 }
 
 template <class Codes, class Header, int R>
-void multiply(const WeightLayout& layout, const uint8_t* panel, const RowBlock& rows, float* out) {
+void multiply(const WeightLayout& layout, const uint8_t* panel, Ahead ahead, const RowBlock& rows,
+              float* out) {
   const Codes codes(layout);
   const Header header(layout);
   const int64_t groups = layout.groups();
@@ -107,9 +130,11 @@ void multiply(const WeightLayout& layout, const uint8_t* panel, const RowBlock& 
   for (int64_t group = 0; group < groups; ++group, group_sums += R) {
     const uint8_t* head = panel;
     panel += header_bytes;
+    fetch<R>(ahead, header_bytes);
     typename Codes::Sum sums[R][kVectors];
     start_sums<Codes, Header, R>(group_sums, sums);
     for (int64_t q = 0; q < group_quads; ++q) {
+      fetch<R>(ahead, Codes::kLine);
       codes.template quad<R>(panel, x, sums);
       panel += Codes::kLine;
       x += Codes::kWords * R;
