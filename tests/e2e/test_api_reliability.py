@@ -177,13 +177,14 @@ async def test_handlers_cancelled_at_random_moments_leave_nothing_behind():
 
 
 async def test_an_error_before_the_first_token_is_a_status_and_a_later_one_an_event():
-    async with serving() as server:
+    async with serving(default_script(**SLOW)) as server:
         body = {"model": "tiny", "prompt": [FAULT, 97], "temperature": 0}
         for stream in (False, True):
             response = await server.post("/v1/completions", **body, stream=stream)
             assert response.status_code == 500
             assert response.json()["error"]["code"] == "cache_integrity"
-        body["prompt"] = [97, 98, FAULT]
+        body["prompt"] = [97, 98] * 10 + [FAULT]
+        body["max_tokens"] = 100
         response = await server.post("/v1/completions", **body)
         assert (response.status_code, response.json()["error"]["code"]) == (500, "cache_integrity")
         response = await server.post("/v1/completions", **body, stream=True)
@@ -192,7 +193,7 @@ async def test_an_error_before_the_first_token_is_a_status_and_a_later_one_an_ev
         assert json.loads(events[-1])["error"]["code"] == "cache_integrity"
         assert "[DONE]" not in events
         texts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
-        assert "ab".startswith("".join(texts))  # what is not sent yet stays unsent
+        assert ("ab" * 10).startswith("".join(texts))  # what is not sent yet stays unsent
         with pytest.raises(openai.APIError, match="tag"):
             async for _ in await server.openai.completions.create(**body, stream=True):
                 pass
