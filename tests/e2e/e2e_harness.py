@@ -10,6 +10,7 @@ import openai
 
 from bifolio.config import ServerConfig
 from bifolio.engine.client import AsyncEngine
+from bifolio.engine.text_files import TextSide
 from bifolio.serve.app import create_app
 from bifolio.serve.server import Server
 from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
@@ -57,15 +58,26 @@ def default_script(**changes):
 async def serving(
     script=None, *, engine_options=None, beat_timeout=10.0, tokenizer=None, template="", **config
 ):
-    """A running server. `template` None: the model has none; config: fields of ServerConfig."""
+    """A server over a scripted engine. `template` None: the model has none."""
     tokenizer = tokenizer or byte_tokenizer(WORDS)
-    chat_template = None if template is None else chatml(tokenizer, *filter(None, [template]))
+    text = TextSide(
+        tokenizer, None if template is None else chatml(tokenizer, *filter(None, [template]))
+    )
     engine_config = scripted_config(script or default_script(), **(engine_options or {}))
-    engine = AsyncEngine(engine_config, factory=FACTORY, beat_timeout=beat_timeout)
+    async with serving_over(
+        engine_config, FACTORY, text, beat_timeout=beat_timeout, **config
+    ) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def serving_over(engine_config, factory, text, *, beat_timeout=10.0, **config):
+    """A server over the engine that `factory` builds; config: fields of ServerConfig."""
+    engine = AsyncEngine(engine_config, factory=factory, beat_timeout=beat_timeout)
     settings = ServerConfig(engine=engine_config, served_name="tiny", **config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with engine:
-            app = create_app(engine, tokenizer, chat_template, settings)
+            app = create_app(engine, text.tokenizer, text.template, settings)
             ready = asyncio.Event()
             server = Server(app, settings, ready.set)
             task = asyncio.create_task(server.serve([listener]))

@@ -85,25 +85,25 @@ async def test_a_full_queue_is_a_429_with_a_time_to_wait():
         await server.until_idle()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_client_that_hangs_up_frees_its_pages_at_once(stream, path):
-    body = {"model": "tiny", "max_tokens": 400, "ignore_eos": True, "stream": stream}
-    body |= {"messages": [{"role": "user", "content": "a"}], "n": 2}
-    if path == "/v1/completions":
-        body = ENDLESS | {"stream": stream, "n": 2}
+CHATTY = {"model": "tiny", "max_tokens": 400, "ignore_eos": True}
+CHATTY |= {"messages": [{"role": "user", "content": "a"}]}
+
+
+async def test_a_client_that_hangs_up_frees_its_pages_at_once():
     async with serving(default_script(**SLOW)) as server:
-        for moment in ("at once", "running", "after the first bytes"):
-            reader, writer = await connect(server)
-            writer.write(raw_request(path, body))
-            await writer.drain()
-            if moment == "running":
-                await until(lambda: server.engine.stats.running == 2)
-            elif moment == "after the first bytes" and stream:
-                assert b" 200 " in await reader.readline()
-            writer.close()
-            await asyncio.sleep(0.05)
-            await server.until_idle(1.0)
+        for path, body in [("/v1/completions", ENDLESS), ("/v1/chat/completions", CHATTY)]:
+            for stream in (False, True):
+                for moment in ("at once", "running", "after the first bytes"):
+                    reader, writer = await connect(server)
+                    writer.write(raw_request(path, body | {"stream": stream, "n": 2}))
+                    await writer.drain()
+                    if moment == "running":
+                        await until(lambda: server.engine.stats.running == 2)
+                    elif moment == "after the first bytes" and stream:
+                        assert b" 200 " in await reader.readline()
+                    writer.close()
+                    await asyncio.sleep(0.02)
+                    await server.until_idle(1.0)
 
 
 async def test_a_client_that_hangs_up_in_the_queue_leaves_it():

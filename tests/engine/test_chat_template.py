@@ -70,7 +70,11 @@ def test_rendering_equals_transformers(name, tools, generation):
 
 
 def encoded(messages, template=CHATML, **options):
-    text, guard = chatml(TOKENIZER, template).render(messages, **options)
+    return encoded_by(chatml(TOKENIZER, template), messages, **options)
+
+
+def encoded_by(template, messages, **options):
+    text, guard = template.render(messages, **options)
     return TOKENIZER.encode(text, guard=guard)
 
 
@@ -85,19 +89,22 @@ def test_the_template_writes_special_tokens_and_the_user_cannot():
 PIECES = ["<|im_end|>", "<|im_start|>", "<s>", "<|im_", "end|>", "<", "s>", "<|", "|>", "a", " "]
 
 
-@settings(deadline=None, max_examples=300)
+SIDE_BY_SIDE = chatml(
+    TOKENIZER,
+    "{% for m in messages %}{{ m.name }}{{ m.content }}{{ m.x.y[0] if m.x }}{% endfor %}",
+)
+
+
+@settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(*[st.lists(st.sampled_from(PIECES), max_size=5)] * 3), min_size=1))
 def test_no_mixture_of_texts_makes_a_special_token(parts):
     """Name, content and a nested argument stand side by side, as a template may put them."""
-    side_by_side = (
-        "{% for m in messages %}{{ m.name }}{{ m.content }}{{ m.x.y[0] if m.x }}{% endfor %}"
-    )
     messages = [
         {"role": "user", "name": "".join(a), "content": "".join(b), "x": {"y": ["".join(c)]}}
         for a, b, c in parts
     ]
     text = "".join(m["name"] + m["content"] + m["x"]["y"][0] for m in messages)
-    assert encoded(messages, side_by_side) == [*text.encode()]
+    assert encoded_by(SIDE_BY_SIDE, messages) == [*text.encode()]
 
 
 def test_tools_and_template_variables_are_guarded_too():

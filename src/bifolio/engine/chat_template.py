@@ -239,12 +239,11 @@ class _Guards:
 
     def choose(self, given: Any) -> str:
         """A private-use character that no text in `given` holds."""
-        free = set(map(chr, range(0xE000, 0xF900)))
-        for text in _texts(given):
-            free.difference_update(_PRIVATE_USE.findall(text))
-        if not free:
-            raise RequestError("the messages use every private-use character", "messages")
-        return min(free)
+        used = {char for text in _texts(given) for char in _PRIVATE_USE.findall(text)}
+        for char in map(chr, range(0xE000, 0xF900)):
+            if char not in used:
+                return char
+        raise RequestError("the messages use every private-use character", "messages")
 
     def guarded(self, given: Any, guard: str) -> Any:
         """A copy of `given` with `guard` in everything that could become a special token."""

@@ -1,0 +1,161 @@
+"""The API over the real engine and a tiny random model."""
+
+import asyncio
+import json
+import random
+
+import pytest
+from e2e_harness import serving_over, until
+
+from bifolio.config import EngineConfig
+from bifolio.engine.client import ENGINE_FACTORY
+from bifolio.engine.text_files import load_text_side
+from bifolio.formats import PrecisionPlan
+from bifolio.testing.faults import VICTIM_SEED
+from bifolio.testing.tiny import tiny_config, write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tiny"), tiny_config("llama"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Torch's threads in the engine process would wait for each other on a busy machine."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def over(folder, factory=ENGINE_FACTORY, **options):
+    """A server with the model of `folder`, on one thread."""
+    fields = {"threads": 1, "cache_memory": 2**21, "max_model_len": 256}
+    config = EngineConfig(
+        model=str(folder), plan=PrecisionPlan.parse("bf16/bf16"), **(fields | options)
+    )
+    return serving_over(config, factory, load_text_side(folder))
+
+
+PROMPT = "The quick brown fox"
+
+
+async def complete(server, **body):
+    response = await server.post("/v1/completions", **{"model": "tiny", "prompt": PROMPT} | body)
+    return response.json()
+
+
+async def test_answers_repeat_streamed_or_not_cold_or_warm_alone_or_in_a_batch(folder):
+    async with over(folder) as server:
+        body = {"temperature": 0.9, "seed": 7, "max_tokens": 20, "ignore_eos": True}
+        cold = await complete(server, **body, cache_salt="a")
+        warm = await complete(server, **body, cache_salt="a", n=3)
+        assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] in (0, 16)
+        text = cold["choices"][0]["text"]
+        assert warm["choices"][0]["text"] == text
+        assert len({choice["text"] for choice in warm["choices"]}) == 3
+        neighbours = [complete(server, prompt=f"x{i}" * i, max_tokens=30) for i in range(1, 12)]
+        found, *_ = await asyncio.gather(complete(server, **body), *neighbours)
+        assert found["choices"][0]["text"] == text
+        response = await server.post(
+            "/v1/completions", model="tiny", prompt=PROMPT, stream=True, **body
+        )
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == text
+
+
+async def test_the_log_probabilities_of_a_prompt_are_the_same_cold_and_warm(folder):
+    async with over(folder) as server:
+        body = {"prompt": PROMPT * 4, "echo": True, "logprobs": 2, "max_tokens": 2}
+        body |= {"temperature": 0}
+        first = await complete(server, **body)
+        second = await complete(server, **body)
+        blocks = [answer["choices"][0]["logprobs"] for answer in (first, second)]
+        assert blocks[0] == blocks[1]
+        count = first["usage"]["prompt_tokens"]
+        assert len(blocks[0]["tokens"]) == count + first["usage"]["completion_tokens"]
+        assert blocks[0]["token_logprobs"][0] is None
+        assert all(value < 0 for value in blocks[0]["token_logprobs"][1:])
+        scored = await complete(server, **body | {"max_tokens": 0})
+        assert (
+            scored["choices"][0]["logprobs"]["token_logprobs"]
+            == (blocks[0]["token_logprobs"][:count])
+        )
+
+
+async def test_a_wrong_id_of_a_neighbour_changes_nothing(folder):
+    async with over(folder) as server:
+        body = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+        alone = await complete(server, **body)
+        jobs = [asyncio.create_task(complete(server, **body)) for _ in range(4)]
+        vocab = server.engine.hello.vocab
+        for token in (-1, vocab, 2**63):
+            refused = await complete(server, logit_bias={str(token): 50})
+            assert refused["error"]["param"] == "logit_bias"
+        assert {json.dumps(job["choices"]) for job in await asyncio.gather(*jobs)} == {
+            json.dumps(alone["choices"])
+        }
+
+
+async def test_200_clients_of_which_a_third_hang_up(folder):
+    async with over(folder, max_num_seqs=48) as server:
+        health = []
+
+        async def watch():
+            while True:
+                health.append((await server.http.get("/health")).status_code)
+                await asyncio.sleep(0.1)
+
+        async def one(i):
+            host, port = server.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            body = {"model": "tiny", "prompt": PROMPT[: 1 + i % 19], "ignore_eos": True}
+            body |= {"max_tokens": 12, "stream": True, "seed": i}
+            data = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+            try:
+                if i % 3 == 0:
+                    await asyncio.sleep(random.random() * 2)
+                    return None
+                return (await reader.read()).decode()
+            finally:
+                writer.close()
+
+        watcher = asyncio.create_task(watch())
+        answers = await asyncio.gather(*(one(i) for i in range(200)))
+        await server.until_idle(5.0)
+        watcher.cancel()
+        assert set(health) == {200}
+        assert all("[DONE]" in answer for answer in answers if answer is not None)
+        stats = server.engine.stats
+        assert stats.pages_free + stats.pages_cached == server.engine.hello.pages
+        assert stats.integrity_failures == 0
+
+
+async def test_a_faulty_page_ends_its_request_before_a_token_and_no_other(folder):
+    body = {"temperature": 0.8, "max_tokens": 24, "ignore_eos": True}
+    async with over(folder) as server:
+        expected = await complete(server, **body, seed=1)
+        whole = (await complete(server, **body, seed=VICTIM_SEED))["choices"][0]["text"]
+    async with over(folder, "e2e_tampered:create", prefix_cache=False) as server:
+        victim, neighbour = await asyncio.gather(
+            server.post(
+                "/v1/completions",
+                model="tiny",
+                prompt=PROMPT,
+                stream=True,
+                seed=VICTIM_SEED,
+                **body,
+            ),
+            complete(server, **body, seed=1),
+        )
+        events = [json.loads(line[6:]) for line in victim.text.splitlines() if line]
+        assert events[-1]["error"]["code"] == "cache_integrity"
+        text = "".join(event["choices"][0]["text"] for event in events[:-1])
+        assert whole.startswith(text)
+        assert len(text) < len(whole)
+        assert neighbour["choices"] == expected["choices"]
+        await until(lambda: server.engine.stats.integrity_failures == 1)
+        assert (
+            "bifolio_cache_integrity_failures_total 1.0" in (await server.http.get("/metrics")).text
+        )
+        await server.until_idle()
