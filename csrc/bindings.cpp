@@ -48,6 +48,25 @@ void bind_attention(nb::class_<Runtime>& runtime) {
               FIELD(scale));
 }
 
+void bind_sampling(nb::class_<Runtime>& runtime) {
+  {
+    using A = GreedyArgs;
+    bind_kernel(runtime, "greedy", &KernelTable::greedy, FIELD(logits), FIELD(tokens), FIELD(rows),
+                FIELD(vocab));
+  }
+  {
+    using A = DrawArgs;
+    bind_workspace(runtime, "draw_workspace", &KernelTable::draw_workspace, FIELD(vocab));
+    bind_kernel(runtime, "draw", &KernelTable::draw, FIELD(rows), FIELD(rules), FIELD(tokens),
+                FIELD(workspace), FIELD(count), FIELD(vocab));
+  }
+  {
+    using A = LogprobsArgs;
+    bind_kernel(runtime, "logprobs", &KernelTable::logprobs, FIELD(logits), FIELD(logprobs),
+                FIELD(ids), FIELD(vocab), FIELD(token), FIELD(top));
+  }
+}
+
 void bind_probes(nb::class_<Runtime>& runtime) {
   {
     using A = ReadProbeArgs;
@@ -136,5 +155,6 @@ NB_MODULE(_native, m) {
   bind_rope_store(runtime);
   bind_attention(runtime);
   bind_linear(m, runtime);
+  bind_sampling(runtime);
   bind_probes(runtime);
 }

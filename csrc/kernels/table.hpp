@@ -9,6 +9,7 @@
 #include "kernels/probe.hpp"
 #include "kernels/rope_store.hpp"
 #include "kernels/rows.hpp"
+#include "kernels/sampling.hpp"
 #include "runtime/parallel.hpp"
 
 namespace bifolio {
@@ -18,10 +19,14 @@ enum class Isa;
 struct KernelTable {
   Kernel<AttentionArgs> attention;
   WorkspaceSize<AttentionArgs> attention_workspace;
+  Kernel<DrawArgs> draw;
+  WorkspaceSize<DrawArgs> draw_workspace;
   Kernel<EmbeddingArgs> embedding;
   Kernel<GatherArgs> gather;
+  Kernel<GreedyArgs> greedy;
   Kernel<LinearArgs> linear;
   WorkspaceSize<LinearArgs> linear_workspace;
+  Kernel<LogprobsArgs> logprobs;
   Kernel<PackArgs> pack;
   Kernel<PeakProbeArgs> peak_probe;
   Kernel<ReadProbeArgs> read_probe;

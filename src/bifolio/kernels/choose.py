@@ -29,4 +29,4 @@ def choose(name: str, threads: int = 0) -> KernelSet:
     if name == "reference" or (name == "auto" and not available()):
         return KernelSet(ReferenceOps(), ReferenceSampling(), None)
     native = NativeOps(threads)
-    return KernelSet(native, ReferenceSampling(), native)
+    return KernelSet(native, native, native)

@@ -14,6 +14,7 @@ from bifolio.kernels.grouped import GroupedOps
 from bifolio.kernels.memory import Region
 from bifolio.kernels.native_attention import AttentionOps
 from bifolio.kernels.native_linear import LinearOps
+from bifolio.kernels.native_sampling import SamplingOps
 
 if TYPE_CHECKING:
     from bifolio import _native
@@ -38,7 +39,7 @@ class Tape:
         self._runtime.replay(self._calls)
 
 
-class NativeOps(LinearOps, AttentionOps, GroupedOps):
+class NativeOps(LinearOps, AttentionOps, SamplingOps, GroupedOps):
     """Implements `Ops` on the CPU with kernels picked once for this processor.
 
     `threads` counts the calling thread. `isa` is `auto`, `portable`, `avx2` or `avx512`; without

@@ -37,14 +37,14 @@ class Draw:
 
 
 class SamplingOps(Protocol):
-    """Choice of tokens, one row [vocab] of float32 logits at a time."""
+    """Choice of tokens from rows [vocab] of float32 logits; a row never looks at another."""
 
     def greedy(self, logits_lv: Tensor) -> list[int]:
         """The best token of each row."""
         ...
 
-    def choose(self, logits_v: Tensor, draw: Draw) -> int:
-        """The next token of a row; `logits_v` may be overwritten."""
+    def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
+        """The next token of each row; the rows stay as they are."""
         ...
 
     def logprobs(self, logits_v: Tensor, token: int, top: int) -> TokenLogprobs:
@@ -58,7 +58,10 @@ class ReferenceSampling:
     def greedy(self, logits_lv: Tensor) -> list[int]:
         return logits_lv.argmax(dim=-1).tolist()  # the first of equal ones
 
-    def choose(self, logits_v: Tensor, draw: Draw) -> int:
+    def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
+        return [self._choose(row, draw) for row, draw in zip(rows_v, draws, strict=True)]
+
+    def _choose(self, logits_v: Tensor, draw: Draw) -> int:
         logits_v = adjust(logits_v, draw)
         sampling = draw.sampling
         order_v = _ranked(logits_v)
@@ -85,6 +88,18 @@ class ReferenceSampling:
         rank = int((order_v == token).nonzero()[0]) + 1
         best = [(int(i), float(logprob_v[i])) for i in order_v[:top]]
         return TokenLogprobs(float(logprob_v[token]), rank, best)
+
+
+def needs_adjustment(draw: Draw) -> bool:
+    """Whether `adjust` would change anything."""
+    sampling = draw.sampling
+    return bool(
+        sampling.repetition_penalty != 1.0
+        or sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.logit_bias
+        or draw.masked
+    )
 
 
 def adjust(logits_v: Tensor, draw: Draw) -> Tensor:
@@ -117,10 +132,11 @@ def uniform(seed: int, position: int) -> float:
     The state after the first round, moved by the position, goes through the second; the result's
     upper 53 bits are the fraction.
     """
-    return (_splitmix64(_splitmix64(seed) + position) >> 11) * 2.0**-53
+    return (splitmix64(splitmix64(seed) + position) >> 11) * 2.0**-53
 
 
-def _splitmix64(x: int) -> int:
+def splitmix64(x: int) -> int:
+    """One output of the generator whose state is `x`."""
     x = (x + 0x9E37_79B9_7F4A_7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK64

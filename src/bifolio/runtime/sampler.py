@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -23,15 +24,31 @@ class Sampler:
         """One result per segment; its logits are the next `end - logits_from` rows."""
         if all(_is_plain(s) for s in segments):
             return [RowResult(token=token) for token in self._ops.greedy(logits_lv)]
-        results, place = [], 0
-        for segment in segments:
-            count = segment.end - segment.logits_from
-            results.append(self._row(logits_lv[place : place + count], segment))
-            place += count
-        return results
+        firsts = [0, *accumulate(s.end - s.logits_from for s in segments)]
+        chosen = self._choose(logits_lv, segments, firsts)
+        return [
+            self._row(logits_lv[first:last], segment, token)
+            for first, last, segment, token in zip(
+                firsts, firsts[1:], segments, chosen, strict=False
+            )
+        ]
 
-    def _row(self, logits_lv: Tensor, segment: Segment) -> RowResult:
-        row, result = segment.row, RowResult()
+    def _choose(
+        self, logits_lv: Tensor, segments: list[Segment], firsts: list[int]
+    ) -> list[int | None]:
+        """The next token of each segment whose last logits are to be sampled."""
+        places = [i for i, s in enumerate(segments) if s.row.sample and s.end == s.row.end]
+        tokens = self._ops.choose(
+            [logits_lv[firsts[i + 1] - 1] for i in places],
+            [self._draw(segments[i]) for i in places],
+        )
+        chosen: list[int | None] = [None] * len(segments)
+        for i, token in zip(places, tokens, strict=True):
+            chosen[i] = token
+        return chosen
+
+    def _row(self, logits_lv: Tensor, segment: Segment, token: int | None) -> RowResult:
+        row, result = segment.row, RowResult(token=token)
         sampling = row.sampling
         if sampling.prompt_logprobs is not None:
             last = min(segment.end, row.prompt_len - 1)
@@ -43,12 +60,8 @@ class Sampler:
                 )
                 for position in range(segment.logits_from, last)
             ]
-        if row.sample and segment.end == row.end:
-            logits_v = logits_lv[-1]
-            kept_v = logits_v.clone() if sampling.logprobs is not None else logits_v
-            result.token = self._ops.choose(logits_v, self._draw(segment))
-            if sampling.logprobs is not None:
-                result.logprobs = self._ops.logprobs(kept_v, result.token, sampling.logprobs)
+        if token is not None and sampling.logprobs is not None:
+            result.logprobs = self._ops.logprobs(logits_lv[-1], token, sampling.logprobs)
         return result
 
     def _draw(self, segment: Segment) -> Draw:

@@ -1,0 +1,200 @@
+"""Sampling: the rules on rows whose answer is known, the native kernels against the rules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bifolio.kernels.native import NativeOps
+from bifolio.kernels.reference_sampling import (
+    Draw,
+    ReferenceSampling,
+    SamplingOps,
+    adjust,
+    splitmix64,
+    uniform,
+)
+from bifolio.request import SamplingParams
+
+REFERENCE = ReferenceSampling()
+ISAS = ("portable", "avx2", "avx512")
+
+
+def draw(position: int = 0, masked: tuple[int, ...] = (), **sampling: Any) -> Draw:
+    return Draw(SamplingParams(**sampling), position, [], [], masked)
+
+
+def native_sets() -> list[NativeOps]:
+    sets = []
+    for isa in ISAS:
+        try:
+            sets.append(NativeOps(2, isa))
+        except Exception as error:
+            assert "support" in str(error)
+    return sets
+
+
+@pytest.fixture(scope="module", params=["reference", *ISAS])
+def ops(request: pytest.FixtureRequest) -> SamplingOps:
+    if request.param == "reference":
+        return REFERENCE
+    found = [one for one in native_sets() if one.isa == request.param]
+    if not found:
+        pytest.skip(f"this processor has no {request.param}")
+    return found[0]
+
+
+def choices(ops: SamplingOps, logits: Tensor, count: int, **sampling: Any) -> set[int]:
+    rule = {"temperature": 1.0} | sampling
+    return {ops.choose([logits], [draw(position=i, **rule)])[0] for i in range(count)}
+
+
+PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("rule", "allowed"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.64}, {1, 3}),
+        ({"top_p": 0.66}, {1, 3, 4}),
+        ({"min_p": 0.49}, {1, 3, 4}),
+        ({"min_p": 0.6}, {1, 3}),
+        ({"top_k": 3, "top_p": 0.4}, {1}),  # of the three that are left, 0.4 / 0.85 is enough
+        ({"min_p": 0.2, "top_k": 3, "top_p": 0.8}, {1, 3, 4}),
+        ({"temperature": 0.0}, {1}),
+    ],
+)
+def test_rules_keep_exactly_the_tokens_that_they_name(
+    ops: SamplingOps, rule: dict[str, Any], allowed: set[int]
+) -> None:
+    # 400 draws miss a token of probability 0.05 with a chance of 1e-9.
+    assert choices(ops, PROBABILITIES.log(), 400, **rule) == allowed
+
+
+def test_equal_logits_rank_by_id_and_masked_ids_never_come(ops: SamplingOps) -> None:
+    logits = torch.zeros(70)
+    assert ops.greedy(logits[None]) == [0]
+    assert choices(ops, logits, 300, top_k=3) == {0, 1, 2}
+    masked = draw(temperature=0.0, masked=(0, 1))
+    assert ops.choose([logits], [masked]) == [2]
+    assert ops.logprobs(logits, 5, 2).rank == 6
+
+
+def test_draws_follow_the_distribution(ops: SamplingOps) -> None:
+    count = 4000
+    seen = torch.zeros(5)
+    for i in range(count):
+        seen[ops.choose([PROBABILITIES.log()], [draw(position=i, seed=3)])[0]] += 1
+    chi2 = float(((seen - count * PROBABILITIES) ** 2 / (count * PROBABILITIES)).sum())
+    assert chi2 < 27.9  # 4 degrees of freedom: a false alarm has probability 1.3e-5, per seed
+
+
+def test_penalties_bias_and_mask_in_their_order() -> None:
+    logits = torch.tensor([2.0, -2.0, 1.0, 0.0, 3.0])
+    sampling = SamplingParams(
+        repetition_penalty=2.0,
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+        logit_bias={3: 7.0},
+    )
+    found = adjust(logits, Draw(sampling, 3, [0], [1, 2, 2], (4,)))
+    assert found.tolist() == [1.0, -4.75, -0.75, 7.0, -math.inf]
+    assert logits[0] == 2.0, "the row itself stays"
+
+
+def test_random_numbers_are_what_the_formula_says() -> None:
+    assert splitmix64(0) == 0xE220_A839_7B1D_CDAF  # the published first output for seed 0
+    assert uniform(0, 0) == (splitmix64(splitmix64(0)) >> 11) * 2.0**-53
+    values = [uniform(seed, position) for seed in range(40) for position in range(40)]
+    assert len(set(values)) == len(values)
+    assert all(0 <= v < 1 for v in values)
+    assert abs(sum(values) / len(values) - 0.5) < 5 * (1 / 12 / len(values)) ** 0.5
+
+
+@st.composite
+def rows(drawn: st.DrawFn) -> Tensor:
+    size = drawn(st.integers(1, 3000))
+    generator = torch.Generator().manual_seed(drawn(st.integers(0, 2**31)))
+    spread = drawn(st.sampled_from([0.0, 0.3, 3.0, 30.0]))
+    logits = torch.randn(size, generator=generator) * spread
+    if drawn(st.booleans()):
+        logits = logits.round()  # many equal ones
+    if size > 3 and drawn(st.booleans()):
+        logits[torch.randint(size, (size // 3,), generator=generator)] = -torch.inf
+    return logits
+
+
+RULES = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.05, 0.7, 1.0, 3.0]),
+        "top_k": st.sampled_from([0, 0, 1, 5, 200]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.1, 0.9, 0.999]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+        "seed": st.integers(0, 2**64 - 1),
+    }
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(rows(), RULES), min_size=1, max_size=4))
+def test_native_choice_is_the_reference_choice(pairs: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    """The native sum over a row is float32 in parts, so a draw that falls within 1e-5 of the
+    border between two tokens may go to the neighbour; the draws are checked for that."""
+    for native in native_sets():
+        for logits, rule in pairs:
+            one = draw(**rule)
+            if torch.isinf(logits).all():
+                continue
+            expected = REFERENCE.choose([logits], [one])[0]
+            found = native.choose([logits], [one])[0]
+            if found != expected:
+                assert near_a_border(logits, one, expected, found), (rule, expected, found)
+            assert native.greedy(logits[None]) == REFERENCE.greedy(logits[None])
+
+
+def near_a_border(logits: Tensor, one: Draw, first: int, second: int) -> bool:
+    """Whether a draw moved by 1e-5 of the mass, either way, could be the other token."""
+    order = torch.sort(logits, descending=True, stable=True).indices.tolist()
+    low, high = sorted((order.index(first), order.index(second)))
+    p = torch.softmax(logits.double()[order] / one.sampling.temperature, dim=0)
+    return float(p[low + 1 : high].sum()) < 1e-5
+
+
+@settings(max_examples=60)
+@given(rows(), st.integers(0, 20), st.randoms())
+def test_native_logprobs_are_those_of_the_reference(logits: Tensor, top: int, chance: Any) -> None:
+    finite = [i for i, x in enumerate(logits.tolist()) if math.isfinite(x)]
+    if not finite:
+        return
+    token = chance.choice(finite)
+    expected = REFERENCE.logprobs(logits, token, top)
+    for native in native_sets():
+        found = native.logprobs(logits, token, top)
+        assert found.rank == expected.rank
+        assert [i for i, _ in found.top] == [i for i, _ in expected.top]
+        for a, b in zip(
+            [found.logprob, *(p for _, p in found.top)],
+            [expected.logprob, *(p for _, p in expected.top)],
+            strict=True,
+        ):
+            assert a == b or abs(a - b) < 2e-6 + 1e-6 * abs(b)
+
+
+def test_rows_are_drawn_alike_alone_and_together() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(33, 5000, generator=generator) * 4
+    draws = [draw(position=i, temperature=0.9, top_p=0.95, seed=i) for i in range(33)]
+    for native in native_sets():
+        together = native.choose(list(logits), draws)
+        alone = [native.choose([row], [one])[0] for row, one in zip(logits, draws, strict=True)]
+        assert together == alone
