@@ -150,7 +150,7 @@ async def test_ignore_eos_min_tokens_and_stop_ids(tiny):
 
 async def test_models_are_listed_and_found_by_name(tiny):
     models = (await tiny.openai.models.list()).data
-    assert [(m.id, m.max_model_len) for m in models] == [("tiny", 512)]
+    assert [(m.id, m.max_model_len, m.stop_token_ids) for m in models] == [("tiny", 512, [IM_END])]
     assert (await tiny.openai.models.retrieve("tiny")).id == "tiny"
     assert (await tiny.http.get("/v1/models/other")).status_code == 404
 

@@ -316,3 +316,4 @@ async def test_every_path_of_the_api_is_described(tiny):
     described = (await tiny.http.get("/openapi.json")).json()
     assert "$ref" not in json.dumps(described["paths"]["/v1/completions"]["post"]["requestBody"])
     assert "/v1/chat/completions" in described["paths"]
+    assert (await tiny.http.get("/docs")).status_code == 404

@@ -35,7 +35,7 @@ from bifolio.serve.protocol import (
 from bifolio.serve.service import Service
 from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key: they show nothing of requests."""
 
 _CREATED = 1700000000
@@ -97,7 +97,8 @@ def create_app(
 ) -> FastAPI:
     """The API over an engine that has started. `app.state.service` holds its state."""
     service = Service(engine, tokenizer, template, config)
-    app = FastAPI(title="bifolio", version=__version__, redoc_url=None)
+    # The pages that FastAPI would show load scripts from elsewhere.
+    app = FastAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(Gate, keys=config.api_keys)
     _add_failures(app)
@@ -212,6 +213,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "created": _CREATED,
         "owned_by": "bifolio",
         "max_model_len": service.engine.hello.max_model_len,
+        "stop_token_ids": service.stop_ids,
     }
 
     @app.get("/v1/models")

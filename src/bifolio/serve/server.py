@@ -21,6 +21,9 @@ from bifolio.serve.service import Service
 _LAST_SECONDS = 2
 """Time for the last error events to leave, after the drain."""
 
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients and proxies keep idle connections, so that it is they who close them."""
+
 _GOODBYE = "the server is shutting down"
 
 
@@ -42,6 +45,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=math.ceil(config.drain_seconds) + _LAST_SECONDS,
             )
         )

@@ -46,6 +46,8 @@ class Service:
         self.metrics = Metrics(engine)
         self.model = config.served_name or engine.hello.model
         self.fingerprint = f"bifolio-{__version__} {engine.hello.plan}"
+        self.stop_ids = sorted({*engine.hello.stop_ids, *tokenizer.stop_ids})
+        """End tokens of every answer: those of the checkpoint and those of the tokenizer."""
         self.draining = False
         self._encoder = ThreadPoolExecutor(1, "encode")
 
