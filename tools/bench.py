@@ -3,7 +3,7 @@
     python tools/bench.py [--model smollm2-135m] [--plans bf16/bf16 …] [--workloads c1 c8 …]
 
 A ceiling takes every term at 100 %: bytes of weights and cache over the measured read bandwidth,
-operations over the measured peak of a loop in registers (`bifolio.bench.ceiling`). Plans run
+operations over the measured peak of a loop in registers (`bifolio.planner.roofline`). Plans run
 alternately; a figure is the median of the repeats, ± half their range.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
     console = Console()
     console.print(
         f"{ops.threads} threads, {ops.isa}: reads {machine.read_bytes / 1e9:.1f} GB/s, "
-        f"bf16 {machine.bf16_ops / 1e9:.0f}, int8 {machine.int8_ops / 1e9:.0f} Gop/s in registers"
+        f"bf16 {machine.bf16_ops / 1e9:.0f} Gop/s, int8 {(machine.int8_ops or 0) / 1e9:.0f} Gop/s"
     )
     cells = compare(
         options.model,

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from bifolio.bench.ceiling import Ceiling, Machine
 from bifolio.bench.workload import FixedLengths, Timing, prompts, rate, run
 from bifolio.config import EngineConfig
 from bifolio.engine.engine import Engine
-from bifolio.formats import Phase, PrecisionPlan
-from bifolio.kernels.ops import Weight
-from bifolio.models.loader import Model
+from bifolio.formats import Phase, PhasePlan, PrecisionPlan
+from bifolio.planner.capacity import Deployment
+from bifolio.planner.hardware import Device
+from bifolio.planner.roofline import step_time
+from bifolio.planner.shapes import Kind
+from bifolio.planner.steps import Decode, Prefill, Step
+from bifolio.planner.storage import LINEAR, Storage
 from bifolio.request import Request, SamplingParams
 
 STEP_TOKENS = 2048
@@ -40,7 +43,7 @@ class Cell:
 class MeasuredPlan:
     """An engine for one plan, without prefix cache, so that no repeat profits from another."""
 
-    def __init__(self, model: str, plan: str, machine: Machine, cache_memory: int) -> None:
+    def __init__(self, model: str, plan: str, machine: Device, cache_memory: int) -> None:
         self.plan = plan
         prefill, arrow, decode = plan.partition("→")
         parsed = PrecisionPlan.parse(prefill, decode=decode if arrow else None)
@@ -55,34 +58,36 @@ class MeasuredPlan:
                 prefix_cache=False,
             )
         )
-        self._ceilings = {phase: self._ceiling(phase, machine) for phase in Phase}
+        self._machine = machine
         self._rounds = 0
 
-    def _ceiling(self, phase: Phase, machine: Machine) -> Ceiling:
-        model: Model = self.engine.models.phase(phase)
-        linear: Weight = model.decoder.layers[-1].attention.qkv
-        return Ceiling(
-            machine,
+    def _seconds(self, phase: Phase, step: Step) -> float:
+        """The roofline of one step, with the formats that this phase's weights have in fact."""
+        decoder = self.engine.models.phase(phase).decoder
+        formats = dict.fromkeys(LINEAR, decoder.layers[-1].attention.output.format)
+        formats |= dict.fromkeys((Kind.EMBEDDING, Kind.HEAD), decoder.head.format)
+        deployment = Deployment(
             self.engine.spec,
-            linear.format,
-            model.decoder.head.format,
-            self.engine.pool.spec.cache,
-            self.engine.pool.spec.page_size,
+            Storage(tuple(formats.items()), "as loaded"),
+            self._machine,
+            page_size=self.engine.pool.spec.page_size,
         )
+        cache = PhasePlan(cache=self.engine.pool.spec.cache)
+        return step_time(deployment, cache, step).seconds
 
     def ceiling(self, work: FixedLengths) -> float:
-        """Tokens a second if every term ran at 100 %."""
-        first = self._ceilings[Phase.PREFILL].prefill_seconds(
-            work.concurrency, work.prompt, STEP_TOKENS
-        )
+        """Tokens a second if every term of the roofline ran at 100 %."""
+        tokens = work.concurrency * work.prompt
+        chunk = min(tokens, STEP_TOKENS)
+        prompt = self._seconds(Phase.PREFILL, Prefill.of(work.prompt, chunk)) * tokens / chunk
         if work.output == 1:
-            return work.concurrency * work.prompt / first
-        rest = self._ceilings[Phase.DECODE].decode_seconds(
-            work.concurrency, work.prompt, work.output
-        )
+            return tokens / prompt
+        steps = work.output - 1
+        context = work.prompt + 1 + steps / 2
+        rest = steps * self._seconds(Phase.DECODE, Decode(work.concurrency, context))
         if work.concurrency == 1:
-            return (work.output - 1) / rest
-        return work.concurrency * work.output / (first + rest)
+            return steps / rest
+        return work.concurrency * work.output / (prompt + rest)
 
     def measure(self, work: FixedLengths) -> float:
         """Run a workload once on fresh random prompts: tokens a second."""
@@ -107,7 +112,7 @@ def compare(
     model: str,
     plans: Sequence[str],
     workloads: Sequence[FixedLengths],
-    machine: Machine,
+    machine: Device,
     *,
     repeats: int = 3,
     cache_memory: int = 2**30,

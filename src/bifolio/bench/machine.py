@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import torch
 
-from bifolio.bench.ceiling import Machine
 from bifolio.kernels.native import NativeOps
+from bifolio.planner.hardware import Device
 
 _PRODUCTS = ("fp32", "bf16", "int8")
 _BYTES = 256 << 20
@@ -25,7 +26,7 @@ def best(run: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
-def measure_machine(ops: NativeOps) -> Machine:
+def measure_machine(ops: NativeOps) -> Device:
     """Plain reads from memory, and multiply-add loops in registers only."""
     runtime = ops._runtime
     sink = torch.zeros(1, dtype=torch.int64)
@@ -48,4 +49,11 @@ def measure_machine(ops: NativeOps) -> Machine:
         seconds = best(multiply, 20)
         return done.item() / seconds
 
-    return Machine(read_bytes=_BYTES / best(read, 8), bf16_ops=peak("bf16"), int8_ops=peak("int8"))
+    return Device(
+        name="this machine",
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        read_bytes=_BYTES / best(read, 8),
+        bf16_ops=peak("bf16"),
+        int8_ops=peak("int8"),
+        source=f"measured with {ops.threads} threads, {ops.isa}",
+    )
