@@ -24,7 +24,7 @@ from bifolio.models.builtin import BUILTIN, builtin_path
 PACKAGES = (
     *("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "msgspec"),
     *("fastapi", "uvicorn", "uvloop", "httptools", "httpx", "orjson", "pydantic", "typer", "rich"),
-    *("prometheus-client", "structlog", "pyzmq"),
+    *("prometheus-client", "structlog"),
 )
 """What serving needs: the dependencies of the package."""
 
