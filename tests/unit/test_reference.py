@@ -13,7 +13,8 @@ from bifolio.formats import CacheFormat, WeightFormat
 from bifolio.kernels.decode import decode
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops
 from bifolio.kernels.paged import cast_e4m3, read, token_scales, write
-from bifolio.kernels.reference import ReferenceOps, rotate
+from bifolio.kernels.pointwise import rotate
+from bifolio.kernels.reference import ReferenceOps
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.spec import PageSpec
 

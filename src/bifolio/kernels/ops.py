@@ -166,6 +166,37 @@ class Ops(Protocol):
         """
         ...
 
+    def rope(self, x_thd: Tensor, batch: Batch, cos_sin_pd: Tensor, *, interleaved: bool) -> Tensor:
+        """Rotate the first rope_dim numbers of each head by the token's position; float32.
+
+        `cos_sin_pd` as in `rope_store`. With `interleaved` the pairs (2i, 2i + 1) rotate, and come
+        out as halves: at i and i + rope_dim / 2.
+        """
+        ...
+
+    def latent_store(
+        self,
+        kv_tr: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        cos_sin_pd: Tensor,
+        *,
+        norm: Norm,
+        interleaved: bool,
+    ) -> None:
+        """Split [t, kv_lora + rope], norm the latent, rotate the key, store both in pages."""
+        ...
+
+    def latent_attention(
+        self, q_thr: Tensor, batch: Batch, cache: LayerCache, scale: float
+    ) -> Tensor:
+        """Causal attention over latents: q [t, heads, kv_lora + rope] to [t, heads, kv_lora].
+
+        Keys are the latents beside the rotated keys, values the latents; the same for all heads.
+        They come from pages only, and slots beyond the length are never read.
+        """
+        ...
+
     def gather(self, x_th: Tensor, index_l: Tensor) -> Tensor:
         """Rows of x: float32 [l, h]."""
         ...

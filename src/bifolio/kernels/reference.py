@@ -11,7 +11,9 @@ from bifolio.formats import Number, WeightFormat
 from bifolio.kernels import paged
 from bifolio.kernels.decode import decode
 from bifolio.kernels.grouped import GroupedOps
+from bifolio.kernels.latent import LatentOps, slots
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight
+from bifolio.kernels.pointwise import rms_norm, rotate
 from bifolio.kernels.tensor import QuantTensor
 
 _INT8_MAX = 127.0
@@ -34,7 +36,7 @@ class ReferenceWeight:
         return self.matrix_nk.nbytes + (0 if self.bias_n is None else self.bias_n.nbytes)
 
 
-class ReferenceOps(GroupedOps):
+class ReferenceOps(GroupedOps, LatentOps):
     """Every operation of `kernels.ops.Ops` by its definition, sums in float32."""
 
     name = "reference"
@@ -77,17 +79,15 @@ class ReferenceOps(GroupedOps):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> Tensor:
-        kv_heads, page_size = cache.spec.kv_heads, cache.spec.page_size
+        kv_heads = cache.spec.kv_heads
         qkv_thd = qkv.view(qkv.shape[0], heads + 2 * kv_heads, cache.spec.head_dim)
         q_thd, k_thd, v_thd = qkv_thd.tensor_split((heads, heads + kv_heads), dim=1)
         if q_norm is not None:
             q_thd = rms_norm(q_thd, q_norm)
         if k_norm is not None:
             k_thd = rms_norm(k_thd, k_norm)
-        position_t = batch.positions_t.long()
-        cos_sin_td = cos_sin_pd[position_t]
-        page_t = batch.block_table_rp[batch.row_of_token_t.long(), position_t // page_size].long()
-        paged.write(cache, page_t, position_t % page_size, rotate(k_thd, cos_sin_td), v_thd)
+        cos_sin_td = cos_sin_pd[batch.positions_t.long()]
+        paged.write(cache, *slots(batch, cache), rotate(k_thd, cos_sin_td), v_thd)
         return rotate(q_thd, cos_sin_td).reshape(qkv.shape[0], -1)
 
     def attention(
@@ -119,20 +119,6 @@ class ReferenceOps(GroupedOps):
 
     def gather(self, x_th: Tensor, index_l: Tensor) -> Tensor:
         return x_th[index_l.long()]
-
-
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """RMSNorm over the last dimension (Zhang & Sennrich 2019), in float32."""
-    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
-    return norm.gain_h * x
-
-
-def rotate(x_thd: Tensor, cos_sin_tr: Tensor) -> Tensor:
-    """Rotary embedding by halves of the first r numbers of each head; the others pass."""
-    cos, sin = (part[:, None, :] for part in cos_sin_tr.chunk(2, dim=-1))
-    rotated, passed = x_thd.tensor_split((cos_sin_tr.shape[-1],), dim=-1)
-    first, second = rotated.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, passed), dim=-1)
 
 
 def round_activations(x_tk: Tensor, fmt: WeightFormat) -> Tensor:

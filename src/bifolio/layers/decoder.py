@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops, Weight
 from bifolio.layers.attention import Attention
+from bifolio.layers.mla import MLAttention
 from bifolio.layers.mlp import GatedMLP
 from bifolio.layers.moe import MoE
 
@@ -16,7 +17,7 @@ from bifolio.layers.moe import MoE
 class DecoderLayer:
     """Pre-norm attention, then a pre-norm MLP or experts, each added to its input."""
 
-    attention: Attention
+    attention: Attention | MLAttention
     mlp: GatedMLP | MoE
 
     def __call__(

@@ -72,9 +72,21 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return _magnitude(rope, rope.mscale) / _magnitude(rope, rope.mscale_all_dim)
+    return _magnitude(rope, 1.0)
+
+
+def yarn_softmax_factor(rope: RopeSpec) -> float:
+    """What latent attention multiplies its scores by: the other part of YaRN's correction.
+
+    DeepSeek splits it: `mscale_all_dim` acts on the scores, which have unrotated parts too, and
+    `mscale / mscale_all_dim` on cosines and sines.
+    """
+    if rope.kind != "yarn" or not rope.mscale_all_dim:
+        return 1.0
+    return _magnitude(rope, rope.mscale_all_dim) ** 2
+
+
+def _magnitude(rope: RopeSpec, weight: float) -> float:
+    return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0

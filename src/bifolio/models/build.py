@@ -7,11 +7,22 @@ from torch import Tensor
 from bifolio.formats import FP32, PhasePlan, WeightFormat
 from bifolio.layers.attention import Attention
 from bifolio.layers.decoder import Decoder, DecoderLayer
+from bifolio.layers.mla import MLAttention
 from bifolio.layers.mlp import GatedMLP
 from bifolio.layers.moe import MoE, Router
+from bifolio.layers.rope import yarn_softmax_factor
 from bifolio.models.reader import WeightReader
-from bifolio.models.tensors import AttentionTensors, MLPTensors, ModelTensors, MoETensors
+from bifolio.models.tensors import (
+    AttentionTensors,
+    LatentTensors,
+    MLPTensors,
+    ModelTensors,
+    MoETensors,
+)
 from bifolio.spec import ModelSpec
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` says: the reference code fixes it."""
 
 
 def build_decoder(
@@ -37,12 +48,14 @@ def build_decoder(
 
 def _attention(
     spec: ModelSpec,
-    tensors: AttentionTensors,
+    tensors: AttentionTensors | LatentTensors,
     reader: WeightReader,
     wish: WeightFormat | None,
     window: int | None,
-) -> Attention:
+) -> Attention | MLAttention:
     eps = spec.rms_eps
+    if isinstance(tensors, LatentTensors):
+        return _latent_attention(spec, tensors, reader, wish)
     return Attention(
         norm=reader.norm(tensors.norm, eps),
         qkv=reader.matrix(tensors.qkv, wish),
@@ -52,6 +65,32 @@ def _attention(
         window=window,
         q_norm=None if tensors.q_norm is None else reader.norm(tensors.q_norm, eps),
         k_norm=None if tensors.k_norm is None else reader.norm(tensors.k_norm, eps),
+    )
+
+
+def _latent_attention(
+    spec: ModelSpec, tensors: LatentTensors, reader: WeightReader, wish: WeightFormat | None
+) -> MLAttention:
+    mla, norm = spec.mla, reader.norm(tensors.norm, spec.rms_eps)
+    assert mla is not None
+
+    def up_parts(up: Tensor) -> list[Tensor]:
+        heads = up.view(spec.heads, mla.nope + mla.v, mla.kv_lora)
+        return [*heads[:, : mla.nope].transpose(1, 2), *heads[:, mla.nope :]]
+
+    up = reader.absorbed(tensors.kv_b, wish, up_parts)
+    return MLAttention(
+        norm=norm,
+        q_a=None if tensors.q_a is None else reader.matrix(tensors.q_a, wish),
+        q_norm=norm if tensors.q_norm is None else reader.norm(tensors.q_norm, LATENT_NORM_EPS),
+        q_b=reader.matrix(tensors.q_b, wish),
+        kv_a=reader.matrix(tensors.kv_a, wish),
+        kv_norm=reader.norm(tensors.kv_norm, LATENT_NORM_EPS),
+        k_up=up[: spec.heads],
+        v_up=up[spec.heads :],
+        output=reader.matrix(tensors.output, wish),
+        shape=mla,
+        scale=mla.qk**-0.5 * yarn_softmax_factor(spec.rope),
     )
 
 

@@ -69,7 +69,7 @@ def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:
             raise CheckpointError(
                 f"tensor {name} has shape {list(found[name])}, the configuration says {list(shape)}"
             )
-    known = set(wanted) | (set(dict(model.head.shapes())) if model.tied else set())
+    known = set(wanted) | model.unserved | (set(dict(model.head.shapes())) if model.tied else set())
     left = [n for n in found if n not in known and not n.endswith(model.skipped)]
     if left:
         raise CheckpointError(f"tensors of the checkpoint have no use in this model: {_some(left)}")

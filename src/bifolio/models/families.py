@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bifolio.models.deepseek_v3 import deepseek_tensors
 from bifolio.models.llama import llama_tensors
 from bifolio.models.qwen import qwen_tensors
 from bifolio.models.qwen_moe import qwen_moe_tensors
@@ -15,4 +16,5 @@ FAMILIES: dict[str, Callable[[ModelSpec], ModelTensors]] = {
     "qwen2": qwen_tensors,
     "qwen3": qwen_tensors,
     "qwen3_moe": qwen_moe_tensors,
+    "deepseek_v3": deepseek_tensors,
 }

@@ -5,6 +5,8 @@ SmolLM2 and many others use it too. Tensor names are those of Hugging Face check
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bifolio.models.tensors import (
     AttentionTensors,
     Gain,
@@ -18,9 +20,16 @@ from bifolio.spec import ModelSpec
 
 def llama_tensors(spec: ModelSpec) -> ModelTensors:
     """The weights of a Llama of this shape."""
+    return decoder_tensors(spec, _layer)
+
+
+def decoder_tensors(
+    spec: ModelSpec, layer: Callable[[ModelSpec, int], LayerTensors]
+) -> ModelTensors:
+    """The weights of a decoder with such layers."""
     return ModelTensors(
         embedding=Matrix((("model.embed_tokens", spec.vocab),), spec.hidden),
-        layers=tuple(llama_layer(spec, f"model.layers.{i}") for i in range(spec.layers)),
+        layers=tuple(layer(spec, i) for i in range(spec.layers)),
         norm=Gain("model.norm", spec.hidden),
         head=Matrix((("lm_head", spec.vocab),), spec.hidden),
         tied=spec.tie_embeddings,
@@ -28,13 +37,13 @@ def llama_tensors(spec: ModelSpec) -> ModelTensors:
     )
 
 
-def llama_layer(spec: ModelSpec, at: str) -> LayerTensors:
-    """The weights of the layer whose tensor names begin with `at`."""
+def _layer(spec: ModelSpec, index: int) -> LayerTensors:
+    at = f"model.layers.{index}"
     return LayerTensors(llama_attention(spec, at), llama_mlp(spec, at))
 
 
 def llama_attention(spec: ModelSpec, at: str) -> AttentionTensors:
-    """Grouped-query attention of that layer."""
+    """Grouped-query attention of the layer whose tensor names begin with `at`."""
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     qkv = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
     parts = tuple((f"{at}.self_attn.{part}", rows) for part, rows in qkv)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bifolio.models.llama import llama_attention, llama_tensors
-from bifolio.models.tensors import AttentionTensors, Gain, ModelTensors
+from bifolio.models.llama import decoder_tensors, llama_attention, llama_mlp
+from bifolio.models.tensors import AttentionTensors, Gain, LayerTensors, ModelTensors
 from bifolio.spec import ModelSpec
 
 
 def qwen_tensors(spec: ModelSpec) -> ModelTensors:
     """The weights of a Qwen2 or Qwen3 of this shape."""
-    tensors = llama_tensors(spec)
-    layers = tuple(
-        replace(layer, attention=qwen_attention(spec, f"model.layers.{i}"))
-        for i, layer in enumerate(tensors.layers)
-    )
-    return replace(tensors, layers=layers)
+    return decoder_tensors(spec, _layer)
+
+
+def _layer(spec: ModelSpec, index: int) -> LayerTensors:
+    at = f"model.layers.{index}"
+    return LayerTensors(qwen_attention(spec, at), llama_mlp(spec, at))
 
 
 def qwen_attention(spec: ModelSpec, at: str) -> AttentionTensors:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from bifolio.models.llama import gated
-from bifolio.models.qwen import qwen_tensors
+from bifolio.models.llama import decoder_tensors, gated
+from bifolio.models.qwen import qwen_attention
 from bifolio.models.tensors import Gain, LayerTensors, Matrix, ModelTensors, MoETensors
 from bifolio.spec import ModelSpec
 
 
 def qwen_moe_tensors(spec: ModelSpec) -> ModelTensors:
     """The weights of a Qwen3-MoE of this shape."""
-    tensors = qwen_tensors(spec)
-    layers = tuple(
-        LayerTensors(layer.attention, moe_tensors(spec, f"model.layers.{i}"))
-        for i, layer in enumerate(tensors.layers)
-    )
-    return replace(tensors, layers=layers)
+    return decoder_tensors(spec, _layer)
+
+
+def _layer(spec: ModelSpec, index: int) -> LayerTensors:
+    at = f"model.layers.{index}"
+    return LayerTensors(qwen_attention(spec, at), moe_tensors(spec, at))
 
 
 def moe_tensors(spec: ModelSpec, at: str) -> MoETensors:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.formats import BF16, Number, WeightFormat
+from bifolio.formats import BF16, FP32, Number, WeightFormat
 from bifolio.kernels.decode import decode
 from bifolio.kernels.ops import Norm, Ops, Weight
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.models.checkpoint import Checkpoint
 from bifolio.models.precision import convert, stack
 from bifolio.models.tensors import Gain, Matrix, ModelTensors, Vector
+from bifolio.quant import encode
 
 Progress = Callable[[int, int], None]
 """Called with the number of weights taken in and their total."""
@@ -37,15 +38,42 @@ class WeightReader:
         self._progress = progress
         self._done, self._total = 0, total
         self._matrices: dict[tuple[Matrix, WeightFormat | None], Weight] = {}
+        self._cuts: dict[Matrix, dict[WeightFormat, tuple[Weight, ...]]] = {}
         self._vectors: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         vectors = sum(vector.nbytes for vector in self._vectors.values())
-        return vectors + sum(weight.nbytes for weight in self._matrices.values())
+        cuts = [cut for formats in self._cuts.values() for cut in formats.values()]
+        weights = [*self._matrices.values(), *(part for cut in cuts for part in cut)]
+        return vectors + sum(weight.nbytes for weight in weights)
 
     def norm(self, gain: Gain, eps: float) -> Norm:
         return Norm(self._read(f"{gain.part}.weight"), eps)
+
+    def absorbed(
+        self,
+        matrix: Matrix,
+        wish: WeightFormat | None,
+        cut: Callable[[Tensor], list[Tensor]],
+    ) -> tuple[Weight, ...]:
+        """The weights that `cut` makes of a decoded matrix, never in fewer bits than it had.
+
+        They are bf16 where that is asked for or the matrix is stored as bf16 or is a float of a
+        quantised plan, and else fp32, which holds what a quantised matrix means exactly.
+        """
+        if matrix not in self._cuts:
+            self._cuts[matrix] = {}
+        stored = self._stored(matrix)
+        is_float = stored.format.number in (Number.BF16, Number.FP32)
+        fmt = wish if wish in (BF16, FP32) else BF16 if is_float else FP32
+        if fmt not in self._cuts[matrix]:
+            parts = cut(decode(stored))
+            self._cuts[matrix][fmt] = tuple(
+                self._ops.prepare(encode(part.contiguous(), fmt)) for part in parts
+            )
+        self._step()
+        return self._cuts[matrix][fmt]
 
     def vector(self, vector: Vector) -> Tensor:
         """A vector as float32 [n]."""
@@ -78,7 +106,7 @@ class WeightReader:
 
     def _prepare(self, matrix: Matrix, wish: WeightFormat | None) -> Weight:
         names = [part for part, _ in matrix.parts]
-        stored = stack([self._checkpoint.matrix(f"{name}.weight") for name in names])
+        stored = self._stored(matrix)
         bias = None
         if matrix.bias:
             bias = torch.cat([self._checkpoint.vector(f"{name}.bias") for name in names])
@@ -86,6 +114,9 @@ class WeightReader:
             return self._take_in(stored, bias, wish)
         except CheckpointError as error:
             raise CheckpointError(f"{', '.join(names)}: {error}") from error
+
+    def _stored(self, matrix: Matrix) -> QuantTensor:
+        return stack([self._checkpoint.matrix(f"{name}.weight") for name, _ in matrix.parts])
 
     def _take_in(
         self, stored: QuantTensor, bias_n: Tensor | None, wish: WeightFormat | None

@@ -71,6 +71,26 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentTensors:
+    """Latent attention. `kv_b` expands latents and is never quantised here: it is absorbed."""
+
+    norm: Gain
+    q_b: Matrix
+    kv_a: Matrix
+    kv_norm: Gain
+    kv_b: Matrix
+    output: Matrix
+    q_a: Matrix | None = None
+    q_norm: Gain | None = None
+
+    def all(self) -> Iterator[Item]:
+        yield self.norm
+        if self.q_a is not None and self.q_norm is not None:
+            yield from (self.q_a, self.q_norm)
+        yield from (self.q_b, self.kv_a, self.kv_norm, self.kv_b, self.output)
+
+
+@dataclass(frozen=True, slots=True)
 class MLPTensors:
     """A gated MLP. The shared experts of a mixture have their norm in common with it."""
 
@@ -107,7 +127,7 @@ class MoETensors:
 class LayerTensors:
     """One decoder layer."""
 
-    attention: AttentionTensors
+    attention: AttentionTensors | LatentTensors
     mlp: MLPTensors | MoETensors
 
     def all(self) -> Iterator[Item]:
@@ -119,7 +139,8 @@ class LayerTensors:
 class ModelTensors:
     """A whole decoder. `head` is set with tied embeddings too: then no tensor is read for it.
 
-    Tensors whose name ends in one of `skipped` are known not to be parameters.
+    Tensors whose name ends in one of `skipped` are known not to be parameters, and `unserved` are
+    the names of parameters that serving does not need.
     """
 
     embedding: Matrix
@@ -128,6 +149,7 @@ class ModelTensors:
     head: Matrix
     tied: bool
     skipped: tuple[str, ...] = ()
+    unserved: frozenset[str] = frozenset()
 
     def all(self) -> Iterator[Item]:
         """Every weight that is read, in the order of the network."""

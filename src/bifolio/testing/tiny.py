@@ -120,6 +120,9 @@ def random_weights(
             values = torch.randn(shape, generator=generator)
             if name.endswith("norm.weight"):
                 values = 1 + 0.3 * values
+            elif name.endswith("e_score_correction_bias"):
+                weights[name] = 0.1 * values  # in float32, as published checkpoints keep it
+                continue
             elif name.endswith(".weight") and "embed_tokens" not in name:
                 values = values / shape[-1] ** 0.5
             weights[name] = values.to(dtype)

@@ -1,0 +1,94 @@
+"""DeepSeek-V3, R1 and Kimi K2: latent attention, dense layers first, then experts.
+
+Tensor names are those of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from bifolio.models.llama import decoder_tensors, gated, llama_mlp
+from bifolio.models.qwen_moe import moe_tensors
+from bifolio.models.tensors import (
+    Gain,
+    LatentTensors,
+    LayerTensors,
+    Matrix,
+    MLPTensors,
+    ModelTensors,
+    MoETensors,
+    Vector,
+)
+from bifolio.spec import ModelSpec
+
+_PREDICTION_PARTS = (
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "embed_tokens",
+    "shared_head.norm",
+    "shared_head.head",
+)
+
+
+def deepseek_tensors(spec: ModelSpec) -> ModelTensors:
+    """The weights of a DeepSeek-V3 of this shape; those that predict further tokens stay unread."""
+    return replace(decoder_tensors(spec, deepseek_layer), unserved=frozenset(_predictors(spec)))
+
+
+def deepseek_layer(spec: ModelSpec, index: int) -> LayerTensors:
+    """One layer: latent attention with a dense MLP, or with experts."""
+    at = f"model.layers.{index}"
+    assert spec.moe is not None
+    dense = index < spec.moe.first_dense
+    return LayerTensors(
+        latent_tensors(spec, at), llama_mlp(spec, at) if dense else _corrected_moe(spec, at)
+    )
+
+
+def latent_tensors(spec: ModelSpec, at: str) -> LatentTensors:
+    """Latent attention of the layer whose tensor names begin with `at`."""
+    mla, own = spec.mla, f"{at}.self_attn"
+    assert mla is not None
+    queries, rank = spec.heads * mla.qk, mla.q_lora
+
+    def matrix(part: str, rows: int, k: int) -> Matrix:
+        return Matrix(((f"{own}.{part}", rows),), k)
+
+    tensors = LatentTensors(
+        norm=Gain(f"{at}.input_layernorm", spec.hidden),
+        q_b=matrix("q_proj", queries, spec.hidden),
+        kv_a=matrix("kv_a_proj_with_mqa", mla.record, spec.hidden),
+        kv_norm=Gain(f"{own}.kv_a_layernorm", mla.kv_lora),
+        kv_b=matrix("kv_b_proj", spec.heads * (mla.nope + mla.v), mla.kv_lora),
+        output=matrix("o_proj", spec.hidden, spec.heads * mla.v),
+    )
+    if rank is None:
+        return tensors
+    return replace(
+        tensors,
+        q_a=matrix("q_a_proj", rank, spec.hidden),
+        q_norm=Gain(f"{own}.q_a_layernorm", rank),
+        q_b=matrix("q_b_proj", queries, rank),
+    )
+
+
+def _corrected_moe(spec: ModelSpec, at: str) -> MoETensors:
+    """Experts with the correction bias of their router, and shared ones."""
+    moe, routed = spec.moe, moe_tensors(spec, at)
+    assert moe is not None
+    shared = None
+    if moe.shared:
+        parts = gated(f"{at}.mlp.shared_experts", spec.hidden, moe.shared_intermediate)
+        shared = MLPTensors(routed.norm, *parts)
+    correction = Vector(f"{at}.mlp.gate.e_score_correction_bias", moe.routed)
+    return replace(routed, correction=correction, shared=shared)
+
+
+def _predictors(spec: ModelSpec) -> Iterator[str]:
+    """Names in the layers behind the last one, which predict tokens further ahead."""
+    for index in range(spec.layers, spec.layers + spec.mtp_layers):
+        for item in deepseek_layer(spec, index).all():
+            yield from (name for name, _ in item.shapes())
+        yield from (f"model.layers.{index}.{part}.weight" for part in _PREDICTION_PARTS)
