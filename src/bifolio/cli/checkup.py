@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ PACKAGES = (
 OLDEST_PYTHON = (3, 11)
 SCANT_MEMORY = 2**30
 """Below this, the default cache and a small model do not fit together."""
+
+PROBE_BYTES, PROBE_RUNS = 256 * 2**20, 5
 
 ENVIRONMENT = (
     *("BIFOLIO_HOME", "BIFOLIO_ISA"),
@@ -53,8 +56,10 @@ class Kernels:
     """Kernel sets of this build on this processor. `isa` is the one in use, None without any."""
 
     native: bool
-    isa: str | None
-    isas: tuple[str, ...]
+    isa: str | None = None
+    isas: tuple[str, ...] = ()
+    read_rate: float | None = None
+    """Bytes a second that all cores together read from memory now, the best of a few runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ def examine() -> Checkup:
     packages = {name: _version(name) for name in PACKAGES}
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     problems += _python_problems(packages)
-    kernels = _kernels(problems, compiler)
+    kernels = _kernels(problems, limits, compiler)
     problems += _limit_problems(limits)
     return Checkup(
         version=__version__,
@@ -163,7 +168,7 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _kernels(problems: list[Problem], compiler: str | None) -> Kernels:
+def _kernels(problems: list[Problem], limits: Limits, compiler: str | None) -> Kernels:
     try:
         from bifolio import _native
         from bifolio.kernels.native import NativeOps
@@ -177,18 +182,36 @@ def _kernels(problems: list[Problem], compiler: str | None) -> Kernels:
                 else f"install a C++20 compiler (Debian: apt install g++); {build}",
             )
         )
-        return Kernels(native=False, isa=None, isas=())
+        return Kernels(native=False)
     isas = tuple(_native.supported_isas())
     try:
         isa = NativeOps(threads=1).isa
     except UnsupportedError as error:
         problems.append(Problem(str(error), "unset BIFOLIO_ISA", fatal=True))
-        return Kernels(native=True, isa=None, isas=isas)
+        return Kernels(native=True, isas=isas)
     if isa == "portable":
         problems.append(
             Problem("the portable kernels are slow", "use a processor with AVX2 or AVX-512")
         )
-    return Kernels(native=True, isa=isa, isas=isas)
+    return Kernels(native=True, isa=isa, isas=isas, read_rate=_read_rate(limits, isa))
+
+
+def _read_rate(limits: Limits, isa: str) -> float | None:
+    """Time plain reads of a buffer that no processor's cache holds; None if memory is scant."""
+    import numpy as np
+
+    from bifolio import _native
+
+    if limits.memory_usable is not None and limits.memory_usable < 4 * PROBE_BYTES:
+        return None
+    buffer, sink = np.ones(PROBE_BYTES, dtype=np.uint8), np.zeros(1, dtype=np.int64)
+    runtime = _native.Runtime(limits.cores_allowed, isa)
+    seconds = []
+    for _ in range(PROBE_RUNS):
+        start = time.perf_counter()
+        runtime.read_probe(data=buffer.ctypes.data, bytes=PROBE_BYTES, sink=sink.ctypes.data)
+        seconds.append(time.perf_counter() - start)
+    return PROBE_BYTES / min(seconds)
 
 
 def _default_model(problems: list[Problem]) -> DefaultModel:

@@ -67,6 +67,8 @@ def _rows(checkup: Checkup) -> list[tuple[str, str]]:
     if limits.cpu_quota is not None:
         cores += f", {limits.cpu_quota:g} cores' worth of time"
     memory = f"{size(limits.memory_available)} free of {size(limits.memory_total)}"
+    if kernels.read_rate is not None:
+        memory += f", read at {kernels.read_rate / 1e9:.1f} GB/s"
     if limits.memory_limit is not None:
         memory += f", limited to {size(limits.memory_limit)}"
     native = (

@@ -32,9 +32,11 @@ def test_json_holds_the_facts_that_a_program_would_read() -> None:
     assert result.exit_code == 0
     assert found["packages"]["torch"].startswith("2.")
     assert 1 <= found["limits"]["cores_allowed"] <= found["limits"]["cores"]
-    assert set(found["kernels"]) == {"native", "isa", "isas"}
+    assert set(found["kernels"]) == {"native", "isa", "isas", "read_rate"}
     if found["kernels"]["native"]:
         assert found["kernels"]["isa"] in found["kernels"]["isas"]
+        rate = found["kernels"]["read_rate"]
+        assert rate is None or 1e8 < rate < 1e13  # bytes a second, of any machine
     for problem in found["problems"]:
         assert set(problem) == {"what", "cure", "fatal"}
         assert problem["cure"]
