@@ -117,6 +117,19 @@ def test_a_server_says_what_it_serves_and_serves_it(server: Server) -> None:
     assert response.json()["usage"]["completion_tokens"] == 5
 
 
+def test_the_readmes_program_talks_to_it(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    program = text.split("```python\n")[1].split("```")[0]
+    program = program.replace("http://127.0.0.1:8000", server.url).replace("smollm2-135m", "tiny")
+    exec(
+        compile(program.replace("temperature=0,", "temperature=0, max_tokens=5,"), "README", "exec")
+    )
+    expected = server.ask(messages=[{"role": "user", "content": "What is the capital of France?"}])
+    assert capsys.readouterr().out == expected.json()["choices"][0]["message"]["content"]
+
+
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(server: Server) -> None:
     port = server.url.rsplit(":", 1)[1]
     result = run("serve", "no-such-model", "--port", port)

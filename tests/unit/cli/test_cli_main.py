@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from bifolio import __version__
 from bifolio.cli.main import app
 from bifolio.errors import CheckpointError
 
+ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "numpy", "pydantic", "httpx", "fastapi", "rich.progress", "structlog")
 
 
@@ -35,6 +41,39 @@ def test_each_command_has_help_with_examples(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
     assert f"  bifolio {command}" in result.stdout
+
+
+def examples(text: str) -> list[list[str]]:
+    """Arguments of the lines that call `bifolio`, up to a pipe or a comment."""
+    lines = [line.strip().removeprefix("$ ") for line in text.splitlines()]
+    calls = [re.sub(r"^(BIFOLIO_\w+=\S+ |cat \S+ \| )", "", line) for line in lines]
+    found = []
+    for call in calls:
+        if re.match(r"bifolio [a-z]+($| )", call):
+            words = re.split(r"  +[a-z]", call)[0]  # an explanation stands behind two spaces
+            found.append(list(takewhile("|".__ne__, shlex.split(words, comments=True)[1:])))
+    return found
+
+
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+DOCUMENTS = {f"{name} --help": command.help for name, command in COMMANDS.items()} | {
+    path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_example_is_a_command_that_can_be_parsed(document: str) -> None:
+    for name, *arguments in examples(DOCUMENTS[document]):
+        try:
+            COMMANDS[name].make_context(name, arguments)
+        except Exception as error:
+            raise AssertionError(f"bifolio {name} {shlex.join(arguments)}: {error}") from error
+
+
+def test_examples_are_found_where_there_are_some() -> None:
+    assert all(examples(DOCUMENTS[f"{name} --help"]) for name in COMMANDS)
+    assert ["chat", "--json", "--max-tokens", "100"] in examples(DOCUMENTS["chat --help"])
+    assert ["doctor"] in examples(DOCUMENTS["README.md"])
 
 
 def test_version() -> None:
