@@ -43,7 +43,7 @@ from bifolio.request import Output, Request
 ENGINE_FACTORY = "bifolio.engine.engine:create"
 """Builds the real engine; tests name a scripted one."""
 
-BEAT_TIMEOUT = 10.0
+BEAT_TIMEOUT = 20.0
 """Seconds without a heartbeat after which the engine counts as frozen. The longest honest step
 must be shorter."""
 
