@@ -23,11 +23,11 @@ import pytest
 from bifolio.testing.tiny import tiny_config, write_model
 
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p),
     "OMP_NUM_THREADS": "1",
     "TERM": "dumb",
 }
-BIFOLIO = [sys.executable, "-m", "bifolio"]
+BIFOLIO = [sys.executable, "-P", "-m", "bifolio"]
 OPTIONS = ["--kernels", "reference", "--cache-memory", "8MiB", "--threads", "1"]
 QUESTION = [{"role": "user", "content": "the capital of the country"}]
 
@@ -224,8 +224,12 @@ def test_control_c_stops_an_answer_and_not_the_conversation(server: Server) -> N
         assert terminal.process.wait(60) == 0
 
 
-def test_chat_starts_a_server_of_its_own_and_leaves_none_behind(folder: Path) -> None:
-    result = run("chat", str(folder), "-p", "the sea", "--json", "--max-tokens", "3")
+def test_chat_starts_a_server_of_its_own_and_leaves_none_behind(
+    folder: Path, tmp_path: Path
+) -> None:
+    for module in ("structlog", "msgspec", "torch"):  # no file here may stand for a module of ours
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('imported from the folder')")
+    result = run("chat", str(folder), "-p", "the sea", "--json", "--max-tokens", "3", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["completion_tokens"] == 3
     assert result.stderr == ""
@@ -253,6 +257,19 @@ def test_a_stopped_server_lets_open_streams_end(folder: Path) -> None:
             rest = [line.removeprefix("data: ") for line in lines if line]
         assert rest[-1] == "[DONE]"
         assert json.loads(rest[-2])["usage"]["completion_tokens"] == 60
+        assert server.wait() == 0
+
+
+def test_the_end_of_the_engine_is_logged_and_the_server_stays_to_say_so(folder: Path) -> None:
+    with serving(folder) as server:
+        assert server.process.stderr is not None
+        [engine] = psutil.Process(server.process.pid).children()
+        engine.kill()
+        line = json.loads(server.process.stderr.readline())
+        assert (line["level"], line["event"]) == ("error", "the engine is not healthy")
+        assert "has ended" in line["reason"]
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
 
 

@@ -45,7 +45,7 @@ def serving(
     model: str,
     arguments: Sequence[str] = (),
     on_event: Callable[[Event], None] = ignore,
-    command: Sequence[str] = (sys.executable, "-m", "bifolio"),
+    command: Sequence[str] = (sys.executable, "-P", "-m", "bifolio"),
 ) -> Iterator[Server]:
     """Run `bifolio serve model` on a free port and stop it at the end.
 

@@ -26,9 +26,13 @@ from bifolio.engine import logs
 from bifolio.engine.client import ENGINE_FACTORY, AsyncEngine
 from bifolio.engine.messages import Loading
 from bifolio.engine.text_files import TextSide, load_text_side
+from bifolio.errors import EngineDeadError
 from bifolio.models.source import ModelSource, resolve_source
 
 log = structlog.get_logger("bifolio")
+
+WATCH_SECONDS = 1.0
+"""Time between two looks at the engine's health, for the log."""
 
 
 def launch(
@@ -134,10 +138,13 @@ class _Run:
         app = create_app(engine, text.tokenizer, text.template, self._config)
         server = Server(app, self._config, lambda: self._announce(engine))
         self._stop = server.stop
+        watch = asyncio.create_task(_watch(engine))
         try:
             await server.serve([self._sock])
         except OSError as error:
             raise refused(self._config.host, self._config.port, error) from error
+        finally:
+            watch.cancel()
 
     def _announce(self, engine: AsyncEngine) -> None:
         summary = Summary.of(
@@ -155,6 +162,23 @@ class _Run:
             log.warning("cache pages are not checked", cure="leave --no-integrity out")
         if not self._config.api_keys and not is_local(self._sock):
             log.warning("whoever reaches this address can use it", cure="set BIFOLIO_API_KEY")
+
+
+async def _watch(engine: AsyncEngine) -> None:
+    """Log when the engine falls silent or ends, and when it is back."""
+    healthy = True
+    while True:
+        await asyncio.sleep(WATCH_SECONDS)
+        try:
+            engine.check_health()
+        except EngineDeadError as error:
+            if healthy:
+                log.error("the engine is not healthy", reason=str(error))
+            healthy = False
+        else:
+            if not healthy:
+                log.info("the engine is healthy again")
+            healthy = True
 
 
 def _report_loading(report: Reporter, news: Loading) -> None:

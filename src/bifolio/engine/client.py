@@ -175,7 +175,7 @@ class AsyncEngine:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bifolio.engine.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "bifolio.engine.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -17,6 +17,12 @@ from bifolio.models.builtin import BUILTIN, Wheel, builtin_path
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(autouse=True)
+def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time reads of a small buffer: here nobody cares for the true rate."""
+    monkeypatch.setattr(checkup, "PROBE_BYTES", 2**20)
+
+
 def doctor(*arguments: str):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
