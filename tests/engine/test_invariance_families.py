@@ -13,7 +13,7 @@ LENGTHS = (1, 16, 17, 33, 48, 50)
 
 
 @pytest.mark.parametrize("plan", ["bf16/bf16", "int4:g32:a8/fp8:token"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
 def test_neighbours_chunks_hits_and_preemption_change_no_bit(
     family: str, plan: str, tmp_path: Path
 ) -> None:

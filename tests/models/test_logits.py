@@ -69,6 +69,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3 of two shared": tiny_config(
         "deepseek_v3", n_shared_experts=2, first_k_dense_replace=0, v_head_dim=16
     ),
+    "glm_moe_dsa": tiny_config("glm_moe_dsa"),
+    "glm_moe_dsa all owners": tiny_config("glm_moe_dsa", indexer_types=["full"] * 4),
+    "glm_moe_dsa of one owner": tiny_config(
+        "glm_moe_dsa", indexer_types=["full", *["shared"] * 3], index_topk=100
+    ),
 }
 LENGTHS = {"a": 1, "b": 16, "c": 17, "d": 40}
 WINDOWED = ["qwen2 LLLG", "qwen2 GGGG", "qwen2 LLLL", "qwen3 LLLG"]
@@ -128,7 +133,7 @@ def test_positions_far_beyond_the_original_context_agree_too(
 
 @pytest.mark.parametrize("page_size", [16, 32])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2 LLLG", "qwen3", "qwen3_moe", "deepseek_v3 with yarn"]
+    "name", ["llama", "qwen2 LLLG", "qwen3", "qwen3_moe", "deepseek_v3 with yarn", "glm_moe_dsa"]
 )
 @pytest.mark.parametrize("cuts", [[], [1], [15], [16], [17], [31, 32, 33], [5, 10, 37]])
 def test_chunks_and_single_steps_change_nothing(
@@ -159,7 +164,8 @@ def test_a_window_of_8_holds_at_its_border(name: str, length: int, pairs: dict[s
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2 LLLG", "qwen2 GGGG", "qwen2 LLLL", "deepseek_v3 in groups"]
+    "name",
+    ["llama", "qwen2 LLLG", "qwen2 GGGG", "qwen2 LLLL", "deepseek_v3 in groups", "glm_moe_dsa"],
 )
 def test_a_prefix_read_from_shared_pages_gives_the_same_logits(
     name: str, pairs: dict[str, Pair]

@@ -188,12 +188,49 @@ class Ops(Protocol):
         ...
 
     def latent_attention(
-        self, q_thr: Tensor, batch: Batch, cache: LayerCache, scale: float
+        self,
+        q_thr: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        scale: float,
+        chosen_tk: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over latents: q [t, heads, kv_lora + rope] to [t, heads, kv_lora].
 
         Keys are the latents beside the rotated keys, values the latents; the same for all heads.
-        They come from pages only, and slots beyond the length are never read.
+        With `chosen_tk` (from `index_select`) each token sees those positions only. Keys come from
+        pages only, and slots beyond the length are never read.
+        """
+        ...
+
+    def index_store(
+        self,
+        key_td: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        cos_sin_pd: Tensor,
+        *,
+        gain_d: Tensor,
+        bias_d: Tensor,
+        interleaved: bool,
+    ) -> None:
+        """Layer norm (eps 1e-6) and rotation of index keys [t, dim], then into their pages."""
+        ...
+
+    def index_select(
+        self,
+        q_thd: Tensor,
+        weights_th: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        scale: float,
+        top_k: int,
+    ) -> Tensor:
+        """The positions up to each token's own that score best, in rising order: int64 [t, k].
+
+        A position scores Σ_h weights_h relu(scale q_h · k); of equal ones the earlier counts as
+        better. k is `top_k` or, if less, the greatest length; -1 fills the rows of tokens that
+        have fewer positions before them, and those see all of them.
         """
         ...
 

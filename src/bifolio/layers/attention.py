@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops, Weight
+from bifolio.kernels.ops import LayerCache, Norm, Ops, Weight
+from bifolio.layers.forward import ForwardPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,17 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def __call__(
-        self, ops: Ops, x_th: Tensor, batch: Batch, cache: LayerCache, cos_sin_pd: Tensor
-    ) -> Tensor:
+    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
         """Float32 [t, h]; stores the keys and values of the batch before it reads any."""
         qkv = ops.linear(x_th, self.qkv, norm=self.norm)
         q_thd = ops.rope_store(
-            qkv, batch, cache, cos_sin_pd, self.heads, q_norm=self.q_norm, k_norm=self.k_norm
+            qkv,
+            run.batch,
+            cache,
+            run.cos_sin_pd,
+            self.heads,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
         )
-        mixed = ops.attention(q_thd, batch, cache, self.heads, self.scale, self.window)
+        mixed = ops.attention(q_thd, run.batch, cache, self.heads, self.scale, self.window)
         return ops.linear(mixed, self.output, residual_tn=x_th)

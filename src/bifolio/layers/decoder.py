@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops, Weight
 from bifolio.layers.attention import Attention
+from bifolio.layers.forward import ForwardPass
 from bifolio.layers.mla import MLAttention
 from bifolio.layers.mlp import GatedMLP
 from bifolio.layers.moe import MoE
@@ -20,10 +21,8 @@ class DecoderLayer:
     attention: Attention | MLAttention
     mlp: GatedMLP | MoE
 
-    def __call__(
-        self, ops: Ops, x_th: Tensor, batch: Batch, cache: LayerCache, cos_sin_pd: Tensor
-    ) -> Tensor:
-        return self.mlp(ops, self.attention(ops, x_th, batch, cache, cos_sin_pd))
+    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
+        return self.mlp(ops, self.attention(ops, x_th, run, cache))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class Decoder:
     def __call__(self, ops: Ops, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """Logits of the tokens that `batch.logits_index_l` names: float32 [l, vocab]."""
         x_th = ops.embedding(batch.token_ids_t, self.embedding)
+        run = ForwardPass(batch, self.cos_sin_pd)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x_th = layer(ops, x_th, batch, cache, self.cos_sin_pd)
+            x_th = layer(ops, x_th, run, cache)
         return ops.linear(ops.gather(x_th, batch.logits_index_l), self.head, norm=self.norm)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bifolio.kernels.ops import Batch, Groups, LayerCache, Norm, Ops, Weight
+from bifolio.kernels.ops import Groups, LayerCache, Norm, Ops, Weight
+from bifolio.layers.forward import ForwardPass
+from bifolio.layers.indexer import SparseIndexer
 from bifolio.spec import MLASpec
 
 
@@ -36,11 +38,12 @@ class MLAttention:
     output: Weight
     shape: MLASpec
     scale: float
+    indexer: SparseIndexer | None = None
+    """Set in layers that choose the positions that attention sees, for those behind them too."""
 
-    def __call__(
-        self, ops: Ops, x_th: Tensor, batch: Batch, cache: LayerCache, cos_sin_pd: Tensor
-    ) -> Tensor:
+    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
         """Float32 [t, h]; stores the latents of the batch before it reads any."""
+        batch, cos_sin_pd = run.batch, run.cos_sin_pd
         shape, heads, pairs = self.shape, len(self.k_up), self.shape.rope_interleaved
         low = x_th if self.q_a is None else ops.linear(x_th, self.q_a, norm=self.norm)
         q_thd = ops.linear(low, self.q_b, norm=self.q_norm).view(-1, heads, shape.qk)
@@ -49,7 +52,9 @@ class MLAttention:
         q_thr = torch.cat((_by_head(ops, nope_thd, self.k_up), rope_thr), dim=-1)
         kv = ops.linear(x_th, self.kv_a, norm=self.norm)
         ops.latent_store(kv, batch, cache, cos_sin_pd, norm=self.kv_norm, interleaved=pairs)
-        latent_thc = ops.latent_attention(q_thr, batch, cache, self.scale)
+        if self.indexer is not None:
+            run.chosen_tk = self.indexer(ops, x_th, low, self.norm, self.q_norm, run, cache)
+        latent_thc = ops.latent_attention(q_thr, batch, cache, self.scale, run.chosen_tk)
         values = _by_head(ops, latent_thc, self.v_up).flatten(1)
         return ops.linear(values, self.output, residual_tn=x_th)
 

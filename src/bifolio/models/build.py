@@ -7,6 +7,7 @@ from torch import Tensor
 from bifolio.formats import FP32, PhasePlan, WeightFormat
 from bifolio.layers.attention import Attention
 from bifolio.layers.decoder import Decoder, DecoderLayer
+from bifolio.layers.indexer import SparseIndexer
 from bifolio.layers.mla import MLAttention
 from bifolio.layers.mlp import GatedMLP
 from bifolio.layers.moe import MoE, Router
@@ -14,6 +15,7 @@ from bifolio.layers.rope import yarn_softmax_factor
 from bifolio.models.reader import WeightReader
 from bifolio.models.tensors import (
     AttentionTensors,
+    IndexerTensors,
     LatentTensors,
     MLPTensors,
     ModelTensors,
@@ -91,6 +93,21 @@ def _latent_attention(
         output=reader.matrix(tensors.output, wish),
         shape=mla,
         scale=mla.qk**-0.5 * yarn_softmax_factor(spec.rope),
+        indexer=None if tensors.indexer is None else _indexer(spec, tensors.indexer, reader, wish),
+    )
+
+
+def _indexer(
+    spec: ModelSpec, tensors: IndexerTensors, reader: WeightReader, wish: WeightFormat | None
+) -> SparseIndexer:
+    assert spec.indexer is not None
+    return SparseIndexer(
+        q=reader.matrix(tensors.q, wish),
+        key=reader.matrix(tensors.key, wish),
+        key_gain_d=reader.vector(tensors.key_gain),
+        key_bias_d=reader.vector(tensors.key_bias),
+        weights=reader.matrix(tensors.weights, FP32),
+        spec=spec.indexer,
     )
 
 

@@ -5,7 +5,7 @@ Tensor names are those of Hugging Face checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from bifolio.models.llama import decoder_tensors, gated, llama_mlp
@@ -34,7 +34,7 @@ _PREDICTION_PARTS = (
 
 def deepseek_tensors(spec: ModelSpec) -> ModelTensors:
     """The weights of a DeepSeek-V3 of this shape; those that predict further tokens stay unread."""
-    return replace(decoder_tensors(spec, deepseek_layer), unserved=frozenset(_predictors(spec)))
+    return replace(decoder_tensors(spec, deepseek_layer), unserved=predictors(spec, deepseek_layer))
 
 
 def deepseek_layer(spec: ModelSpec, index: int) -> LayerTensors:
@@ -86,9 +86,10 @@ def _corrected_moe(spec: ModelSpec, at: str) -> MoETensors:
     return replace(routed, correction=correction, shared=shared)
 
 
-def _predictors(spec: ModelSpec) -> Iterator[str]:
+def predictors(spec: ModelSpec, layer: Callable[[ModelSpec, int], LayerTensors]) -> frozenset[str]:
     """Names in the layers behind the last one, which predict tokens further ahead."""
+    names: set[str] = set()
     for index in range(spec.layers, spec.layers + spec.mtp_layers):
-        for item in deepseek_layer(spec, index).all():
-            yield from (name for name, _ in item.shapes())
-        yield from (f"model.layers.{index}.{part}.weight" for part in _PREDICTION_PARTS)
+        names.update(name for item in layer(spec, index).all() for name, _ in item.shapes())
+        names.update(f"model.layers.{index}.{part}.weight" for part in _PREDICTION_PARTS)
+    return frozenset(names)

@@ -71,6 +71,20 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerTensors:
+    """The index of sparse attention; `weights` stay in float32."""
+
+    q: Matrix
+    key: Matrix
+    key_gain: Vector
+    key_bias: Vector
+    weights: Matrix
+
+    def all(self) -> Iterator[Item]:
+        yield from (self.q, self.key, self.key_gain, self.key_bias, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentTensors:
     """Latent attention. `kv_b` expands latents and is never quantised here: it is absorbed."""
 
@@ -82,12 +96,15 @@ class LatentTensors:
     output: Matrix
     q_a: Matrix | None = None
     q_norm: Gain | None = None
+    indexer: IndexerTensors | None = None
 
     def all(self) -> Iterator[Item]:
         yield self.norm
         if self.q_a is not None and self.q_norm is not None:
             yield from (self.q_a, self.q_norm)
         yield from (self.q_b, self.kv_a, self.kv_norm, self.kv_b, self.output)
+        if self.indexer is not None:
+            yield from self.indexer.all()
 
 
 @dataclass(frozen=True, slots=True)
