@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -37,8 +38,6 @@ from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key: they show nothing of requests."""
-
-_CREATED = 1700000000
 
 Body = TypeVar("Body", bound=BaseModel)
 Answer = Callable[[Service, Body, Request], Awaitable[Response]]
@@ -210,7 +209,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     card = {
         "id": service.model,
         "object": "model",
-        "created": _CREATED,
+        "created": int(time.time()),
         "owned_by": "bifolio",
         "max_model_len": service.engine.hello.max_model_len,
         "stop_token_ids": service.stop_ids,
