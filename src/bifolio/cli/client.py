@@ -24,6 +24,7 @@ from bifolio.request import ErrorCode
 Message = dict[str, str]
 """`role` and `content`, as the chat completions API spells them."""
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
 """Longest wait for the next byte: a long prompt on a busy server takes its time."""
@@ -89,6 +90,7 @@ class ChatClient:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
             transport=transport,
+            trust_env=httpx.URL(self.url).host not in LOOPBACK,  # no proxy on the way to ourselves
         )
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ what it needs meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -23,8 +24,7 @@ from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig
 from bifolio.engine import logs
-from bifolio.engine.client import ENGINE_FACTORY, AsyncEngine
-from bifolio.engine.messages import Loading
+from bifolio.engine.client import AsyncEngine
 from bifolio.engine.text_files import TextSide, load_text_side
 from bifolio.errors import EngineDeadError
 from bifolio.models.source import ModelSource, resolve_source
@@ -35,13 +35,10 @@ WATCH_SECONDS = 1.0
 """Time between two looks at the engine's health, for the log."""
 
 
-def launch(
-    config: ServerConfig, *, until_stdin_closes: bool = False, factory: str = ENGINE_FACTORY
-) -> None:
+def launch(config: ServerConfig, *, until_stdin_closes: bool = False) -> None:
     """Serve until SIGINT, SIGTERM or, if so asked, the end of standard input; then drain.
 
-    `factory` builds the engine in its process; tests name a scripted one. A start that fails
-    raises its error, one that is stopped raises KeyboardInterrupt.
+    A start that fails raises its error, one that is stopped raises KeyboardInterrupt.
     """
     began = time.monotonic()
     screen = Console(stderr=True, highlight=False)
@@ -55,14 +52,15 @@ def launch(
         run = _Run(_localized(config, source), source, sock, screen, began)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
-                runner.run(run.serve(factory))
+                runner.run(run.serve())
             except asyncio.CancelledError:
                 raise KeyboardInterrupt from None
 
 
 def _end_with_stdin() -> None:
-    while os.read(0, 4096):
-        pass
+    with contextlib.suppress(OSError):  # no standard input at all is at its end too
+        while os.read(0, 4096):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -95,7 +93,7 @@ class _Run:
         self._began = began
         self._stop: Callable[[], object] = lambda: None
 
-    async def serve(self, factory: str) -> None:
+    async def serve(self) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._stop = task.cancel
@@ -105,8 +103,7 @@ class _Run:
             report("starting the engine", 0, 0)
             engine = AsyncEngine(
                 self._config.engine,
-                factory=factory,
-                on_loading=lambda news: _report_loading(report, news),
+                on_loading=lambda news: report(news.stage, news.done, news.total),
             )
             text = await self._start(engine)
         try:
@@ -179,10 +176,6 @@ async def _watch(engine: AsyncEngine) -> None:
             if not healthy:
                 log.info("the engine is healthy again")
             healthy = True
-
-
-def _report_loading(report: Reporter, news: Loading) -> None:
-    report(news.stage, news.done, news.total)
 
 
 def _load_text(source: ModelSource, chat_template: str) -> TextSide:

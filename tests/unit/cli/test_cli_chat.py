@@ -63,6 +63,11 @@ def test_the_key_comes_from_the_option_or_the_environment(server: FakeServer) ->
     assert server.keys == ["Bearer one", "Bearer two"]
 
 
+def test_a_proxy_does_not_stand_between_this_machine_and_itself(server: FakeServer) -> None:
+    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    assert chat(server, "-p", "a", env=proxies).exit_code == 0
+
+
 def test_a_refusal_is_one_line_and_status_2(server: FakeServer) -> None:
     server.replies = [refusal(400, "the prompt is longer than the context", param="messages")]
     result = chat(server, "-p", "a")
