@@ -2,7 +2,8 @@
 
 Weights   `bf16` · `fp8` (= `fp8:b128`) · `fp8:channel` · `fp8:tensor` · `int8` · `int8:g32` ·
           `int4:g32` · `int4:g64` · `int4:g128`; `:z` adds a zero point per group, `:a8` multiplies
-          with int8 activations (one scale per token). `fp32` exists for tests and references.
+          with int8 activations (one scale per token and 64 inputs, or per group if that is less).
+          `fp32` exists for tests and references.
 Cache     `bf16` · `fp8` (e4m3, one static scale per layer and head) · `fp8:token` (one fp16 scale
           per token and head; latent attention: one fp32 scale per token and 128 latents, the
           rotated key in bf16) · `fp32` for tests.
@@ -24,6 +25,9 @@ E4M3_MAX = 448.0
 
 FP8_BLOCK = 128
 """Side of the square weight blocks that share one scale in `fp8:b128`."""
+
+ACTIVATION_GROUP = 64
+"""Most inputs that share a scale of int8 activations: one outlier must not blind a whole row."""
 
 SCALE_BYTES = 2
 """Bytes of one scale (fp16 or bf16) of a group, a channel of int8, or a token of the cache."""
@@ -72,7 +76,7 @@ class WeightFormat:
 
     `group` numbers along k share one 2-byte scale (0: no groups). `zero_points` adds a 2-byte
     offset per group: a number is `scale * code + offset`. `int8_activations` means that the
-    product is taken with activations quantised to int8 per token.
+    product is taken with activations quantised to int8, per token and `activation_group` inputs.
     """
 
     number: Number
@@ -102,6 +106,11 @@ class WeightFormat:
         if self.int8_activations:
             parts.append("a8")
         return ":".join(parts)
+
+    @property
+    def activation_group(self) -> int:
+        """Inputs that share a scale of int8 activations: those of a weight group, at most 64."""
+        return min(self.group or ACTIVATION_GROUP, ACTIVATION_GROUP)
 
     def groups(self, k: int) -> int:
         """Number of groups in a row of k numbers; the last may be short."""

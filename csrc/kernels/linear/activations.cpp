@@ -67,11 +67,11 @@ void gate_row(const float* x, int64_t k, float* y) {
   });
 }
 
-// The greatest magnitude of a row, found among the bits as integers. There a NaN is greater than
-// all numbers, so it is what a row that holds one gives.
-float greatest_magnitude(const float* f, int64_t k_padded) {
+// The greatest magnitude, found among the bits as integers. There a NaN is greater than
+// all numbers, so it is what a part that holds one gives.
+float greatest_magnitude(const float* f, int64_t count) {
   IntLanes greatest{};
-  for (int64_t i = 0; i < k_padded; i += kLanes) {
+  for (int64_t i = 0; i < count; i += kLanes) {
     const IntLanes magnitude = bits(load(f + i)) & 0x7fffffff;
     greatest = magnitude > greatest ? magnitude : greatest;
   }
@@ -80,16 +80,16 @@ float greatest_magnitude(const float* f, int64_t k_padded) {
   return __builtin_bit_cast(float, most);
 }
 
-// Codes of a row and their scale, absmax / 127. A row that is not finite gets such a scale, and so
-// a result that shows it.
-float quantize_row(const float* f, int64_t k_padded, int8_t* codes) {
-  constexpr float kLeast = 0x1p-120F;  // below, 127 / absmax overflows: such a row counts as zeros
+// Codes of a part of a row and their scale, absmax / 127. A part that is not finite gets such a
+// scale, and so a result that shows it.
+float quantize_part(const float* f, int64_t count, int8_t* codes) {
+  constexpr float kLeast = 0x1p-120F;  // below, 127 / absmax overflows: such a part counts as zeros
   constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer, half to even
-  const float absmax = greatest_magnitude(f, k_padded);
+  const float absmax = greatest_magnitude(f, count);
   const bool zeros = absmax < kLeast;
   const Lanes inverse = splat(zeros ? 0.0F : kInt8Max / absmax);
   using Bytes [[gnu::vector_size(kLanes)]] = int8_t;
-  for (int64_t i = 0; i < k_padded; i += kLanes) {
+  for (int64_t i = 0; i < count; i += kLanes) {
     const IntLanes code = bits(load(f + i) * inverse + kRound) - bits(splat(kRound));
     const auto bytes = __builtin_convertvector(code, Bytes);
     std::memcpy(codes + i, &bytes, sizeof bytes);
@@ -117,20 +117,21 @@ void round_row(float* f, int64_t k_padded, uint16_t* halves) {
   }
 }
 
-// Sums of the codes of each group, at sums[group * rows].
+// finish(sum of the codes, part) of each part, at sums[part * rows].
 template <class Finish>
-void sum_codes(const WeightLayout& layout, const int8_t* codes, int64_t groups, int64_t rows,
-               int32_t* quad_sums, int32_t* sums, const Finish& finish) {
-  const int64_t quads = layout.group_quads();
+void sum_codes(const WeightLayout& layout, const int8_t* codes, int64_t rows, int32_t* quad_sums,
+               int32_t* sums, const Finish& finish) {
+  const int64_t quads = layout.quads();
+  const int64_t part_quads = layout.part_quads();
   const IntLanes ones = splat(0x01010101);
-  for (int64_t q = 0; q < groups * quads; q += kLanes) {
+  for (int64_t q = 0; q < quads; q += kLanes) {
     const IntLanes sum = dot_bytes<true>(IntLanes{}, ones, load_words(codes + q * kQuad));
     std::memcpy(quad_sums + q, &sum, sizeof sum);
   }
-  for (int64_t g = 0; g < groups; ++g) {
+  for (int64_t part = 0, q = 0; q < quads; ++part) {
     int32_t sum = 0;
-    for (int64_t q = 0; q < quads; ++q) sum += quad_sums[g * quads + q];
-    sums[g * rows] = finish(sum);
+    for (const int64_t end = q + part_quads; q < end && q < quads; ++q) sum += quad_sums[q];
+    sums[part * rows] = finish(sum, part);
   }
 }
 
@@ -152,26 +153,34 @@ struct Temporary {
   int32_t* quad_sums;
 };
 
-// Where the words, sums and scale of row r of a block go.
+// Where the words, sums and scales of row r of a block go.
 struct Slot {
   int32_t* words;
   int32_t* sums;
-  float* scale;
+  float* scales;
   int64_t rows;
 };
 
 void pack_int8(const WeightLayout& layout, const RowShape& shape, const Temporary& memory,
                const float* f, int32_t* row, const Slot& slot) {
   auto* codes = reinterpret_cast<int8_t*>(row);
-  *slot.scale = quantize_row(f, shape.k_padded, codes);
+  const int64_t numbers = layout.part_quads() * kQuad;
+  for (int64_t part = 0; part < shape.scales; ++part) {
+    const int64_t start = part * numbers;
+    const int64_t left = shape.k_padded - start;
+    slot.scales[part * slot.rows] =
+        quantize_part(f + start, numbers < left ? numbers : left, codes + start);
+  }
   if (layout.offsets) {
-    sum_codes(layout, codes, shape.sums, slot.rows, memory.quad_sums, slot.sums, [](int32_t sum) {
-      return __builtin_bit_cast(int32_t, static_cast<float>(sum));
-    });
+    sum_codes(layout, codes, slot.rows, memory.quad_sums, slot.sums,
+              [&slot](int32_t sum, int64_t part) {
+                const float scale = slot.scales[part * slot.rows];
+                return __builtin_bit_cast(int32_t, static_cast<float>(sum) * scale);
+              });
   } else {
     const int32_t zero = layout.codes == Codes::int4 ? 8 : 128;
-    sum_codes(layout, codes, shape.sums, slot.rows, memory.quad_sums, slot.sums,
-              [zero](int32_t sum) { return -zero * sum; });
+    sum_codes(layout, codes, slot.rows, memory.quad_sums, slot.sums,
+              [zero](int32_t sum, int64_t) { return -zero * sum; });
   }
 }
 
@@ -215,12 +224,13 @@ RowShape::RowShape(const WeightLayout& layout) {
   k_padded = (numbers + kLanes - 1) / kLanes * kLanes;
   const int64_t size = layout.int8_activations ? 1 : layout.codes == Codes::fp32 ? 4 : 2;
   words = numbers * size / 4;
-  sums = layout.int8_activations || layout.offsets ? layout.groups() : 0;
+  scales = layout.int8_activations ? layout.parts() : 0;
+  sums = layout.int8_activations ? scales : layout.offsets ? layout.groups() : 0;
 }
 
 int64_t RowShape::block_bytes(int64_t rows) const {
   // One vector more: a single row is written in place, in whole vectors.
-  return aligned(rows * (words + sums + 1) * 4 + kLanes * 4);
+  return aligned(rows * (words + sums + scales) * 4 + kLanes * 4);
 }
 
 int64_t RowShape::temporary_bytes() const { return aligned(3 * k_padded * 4); }
@@ -228,7 +238,7 @@ int64_t RowShape::temporary_bytes() const { return aligned(3 * k_padded * 4); }
 RowBlock view_block(const RowShape& shape, int64_t rows, const uint8_t* block) {
   const auto* sums = reinterpret_cast<const int32_t*>(block);
   const int32_t* scales = sums + rows * shape.sums;
-  return {.words = scales + rows, .sums = sums, .scales = reinterpret_cast<const float*>(scales)};
+  return {.words = scales + rows * shape.scales, .sums = sums, .scales = reinterpret_cast<const float*>(scales)};
 }
 
 RowBlock pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, int64_t count,
@@ -243,7 +253,7 @@ RowBlock pack_block(const LinearArgs& args, const RowShape& shape, int64_t first
     pack_row(args.layout, shape, memory,
              {.words = const_cast<int32_t*>(view.words) + r,
               .sums = const_cast<int32_t*>(view.sums) + r,
-              .scale = const_cast<float*>(view.scales) + r,
+              .scales = const_cast<float*>(view.scales) + r,
               .rows = rows});
   }
   return view;

@@ -12,7 +12,8 @@ struct RowShape {
 
   int64_t k_padded;   // numbers of a row
   int64_t words;      // 32-bit words of a row
-  int64_t sums;       // groups whose sums are needed, or 0
+  int64_t sums;       // groups or parts whose sums are needed, or 0
+  int64_t scales;     // parts with a scale of their own, or 0
   int64_t block_bytes(int64_t rows) const;
   int64_t temporary_bytes() const;  // of pack_block, aligned to 64
 };

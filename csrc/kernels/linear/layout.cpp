@@ -17,6 +17,13 @@ int64_t WeightLayout::group_quads() const noexcept {
 
 int64_t WeightLayout::quads() const noexcept { return groups() * group_quads(); }
 
+int64_t WeightLayout::part_quads() const noexcept {
+  const int64_t most = kPart / kQuad;
+  return group && group_quads() < most ? group_quads() : most;
+}
+
+int64_t WeightLayout::parts() const noexcept { return ceil_div(quads(), part_quads()); }
+
 int64_t WeightLayout::scale_bytes() const noexcept {
   switch (scales) {
     case Scales::none: return 0;

@@ -25,6 +25,7 @@ namespace bifolio {
 inline constexpr int64_t kPanel = 32;   // channels
 inline constexpr int64_t kQuad = 4;     // inputs
 inline constexpr int64_t kBlock = 128;  // side of an fp8 block
+inline constexpr int64_t kPart = 64;    // most inputs whose int8 activations share a scale
 
 enum class Codes : int64_t { fp32, bf16, fp8, int8, int4 };
 enum class Scales : int64_t { none, fp16, bf16, fp32, block };
@@ -42,6 +43,8 @@ struct WeightLayout {
   int64_t groups() const noexcept;
   int64_t group_quads() const noexcept;
   int64_t quads() const noexcept;  // of a row, padding included
+  int64_t part_quads() const noexcept;  // whose int8 activations share a scale
+  int64_t parts() const noexcept;
   int64_t scale_bytes() const noexcept;   // of a group's scales
   int64_t header_bytes() const noexcept;  // scales and offsets
   int64_t quad_bytes() const noexcept;

@@ -86,7 +86,7 @@ class Product {
           view_block(cut_.shape, rows_of(block), packed + block * cut_.block_bytes);
       (block + 1 < cut_.blocks ? whole_ : last_)(a_.layout, weights, ahead, rows, out);
       ahead.start += panel_bytes_ / kLineBytes * ahead.step;
-      finish(panel, block, rows, out);
+      finish(panel, block, out);
     }
   }
 
@@ -95,8 +95,8 @@ class Product {
     return kBlockRows[block + 1 < cut_.blocks ? cut_.size : cut_.last_size];
   }
 
-  // y = residual + (out * scale + bias), in this order for whole and partial panels alike.
-  void finish(int64_t panel, int64_t block, const RowBlock& rows, float* out) const {
+  // y = residual + (out + bias), in this order for whole and partial panels alike.
+  void finish(int64_t panel, int64_t block, float* out) const {
     const int64_t n = a_.layout.n;
     const int64_t channel = panel * kPanel;
     const int64_t width = least(kPanel, n - channel);
@@ -104,9 +104,6 @@ class Product {
     const int64_t count = least(cut_.rows, a_.t - first);
     for (int64_t r = 0; r < count; ++r, out += kPanel) {
       const int64_t at = (first + r) * n + channel;
-      if (a_.layout.int8_activations) {
-        for (int64_t c = 0; c < kPanel; ++c) out[c] *= rows.scales[r];
-      }
       if (width == kPanel) {
         add_and_store(out, at, channel, kPanel);
       } else {

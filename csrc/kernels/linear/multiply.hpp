@@ -24,8 +24,8 @@ inline constexpr int kMaxRows = kBlockRows[kBlockSizes - 1];
 // Activations of R rows, ready for the product: words interleaved by row.
 struct RowBlock {
   const int32_t* words;   // [quads][words of a quad][R]
-  const int32_t* sums;    // [groups][R]: where the format corrects by sums of activations
-  const float* scales;    // [R]: of int8 activations
+  const int32_t* sums;    // [groups][R], [parts][R] if int8: corrections by sums of activations
+  const float* scales;    // [parts][R]: of int8 activations
 };
 
 inline constexpr int64_t kLineBytes = 64;  // of the processor's caches
@@ -94,22 +94,88 @@ struct BlockScale {
   }
 };
 
-inline Lanes to_float(Lanes x) { return x; }
 inline Lanes to_float(IntLanes x) { return __builtin_convertvector(x, Lanes); }
 
 // What the sums of a group start from. Codes that meet int8 activations are unsigned, zero * Σx
 // too large; RowBlock::sums holds the correction, -zero * Σx.
 template <class Codes, class Header, int R>
-inline void start_sums(const int32_t* group_sums, typename Codes::Sum (&sums)[R][kVectors]) {
-  constexpr bool kCorrected = std::is_same_v<typename Codes::Sum, IntLanes> && !Header::kOffsets;
+inline void start_sums(const int32_t* part_sums, typename Codes::Sum (&sums)[R][kVectors]) {
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      if constexpr (kCorrected) {
-        sums[r][v] = splat(group_sums[r]);
+      if constexpr (!Header::kOffsets) {
+        sums[r][v] = splat(part_sums[r]);
       } else {
         sums[r][v] = typename Codes::Sum{};
       }
     }
+  }
+}
+
+// total += offset * Σx, for the sums of one group or part.
+template <class Header, int R>
+inline void add_offsets(const Header& header, const uint8_t* head, const int32_t* sums,
+                        Lanes (&total)[R][kVectors]) {
+  Lanes o[kVectors];
+  header.offsets(head, o);
+  for (int r = 0; r < R; ++r) {
+    const Lanes sum = splat(__builtin_bit_cast(float, sums[r]));
+    for (int v = 0; v < kVectors; ++v) total[r][v] = fma(o[v], sum, total[r][v]);
+  }
+}
+
+// kManyParts: a group of the weight spans several scales of the activations.
+template <class Codes, class Header, bool kManyParts, int R>
+void multiply_bytes(const WeightLayout& layout, const uint8_t* panel, Ahead ahead,
+                    const RowBlock& rows, float* out) {
+  const Codes codes(layout);
+  const Header header(layout);
+  const int64_t groups = layout.groups();
+  const int64_t group_quads = layout.group_quads();
+  const int64_t part_quads = layout.part_quads();
+  const int64_t header_bytes = layout.header_bytes();
+  const int32_t* x = rows.words;
+  const int32_t* part_sums = rows.sums;
+  const float* scales = rows.scales;
+  Lanes total[R][kVectors];
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) total[r][v] = Lanes{};
+  }
+  for (int64_t group = 0; group < groups; ++group) {
+    const uint8_t* head = panel;
+    panel += header_bytes;
+    fetch<R>(ahead, header_bytes);
+    Lanes product[R][kVectors] = {};
+    int64_t left = group_quads;
+    do {
+      const int64_t quads = kManyParts && part_quads < left ? part_quads : left;
+      IntLanes sums[R][kVectors];
+      start_sums<Codes, Header, R>(part_sums, sums);
+      for (int64_t q = 0; q < quads; ++q) {
+        fetch<R>(ahead, Codes::kLine);
+        codes.template quad<R>(panel, x, sums);
+        panel += Codes::kLine;
+        x += Codes::kWords * R;
+      }
+      for (int r = 0; r < R; ++r) {
+        const Lanes scale = splat(scales[r]);
+        for (int v = 0; v < kVectors; ++v) {
+          const Lanes part = to_float(sums[r][v]) * scale;
+          product[r][v] = kManyParts ? product[r][v] + part : part;
+        }
+      }
+      if constexpr (Header::kOffsets) add_offsets<Header, R>(header, head, part_sums, total);
+      part_sums += R;
+      scales += R;
+      left -= quads;
+    } while (kManyParts && left > 0);
+    Lanes s[kVectors];
+    header.scales(head, s);
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) total[r][v] = fma(s[v], product[r][v], total[r][v]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(out + r * kPanel + v * kLanes, total[r][v]);
   }
 }
 
@@ -131,8 +197,10 @@ void multiply(const WeightLayout& layout, const uint8_t* panel, Ahead ahead, con
     const uint8_t* head = panel;
     panel += header_bytes;
     fetch<R>(ahead, header_bytes);
-    typename Codes::Sum sums[R][kVectors];
-    start_sums<Codes, Header, R>(group_sums, sums);
+    Lanes sums[R][kVectors];
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Lanes{};
+    }
     for (int64_t q = 0; q < group_quads; ++q) {
       fetch<R>(ahead, Codes::kLine);
       codes.template quad<R>(panel, x, sums);
@@ -141,25 +209,18 @@ void multiply(const WeightLayout& layout, const uint8_t* panel, Ahead ahead, con
     }
     if constexpr (std::is_same_v<Header, NoScales>) {
       for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < kVectors; ++v) total[r][v] = to_float(sums[r][v]);
+        for (int v = 0; v < kVectors; ++v) total[r][v] = sums[r][v];
       }
     } else {
       Lanes s[kVectors];
       header.scales(head, s);
       for (int r = 0; r < R; ++r) {
         for (int v = 0; v < kVectors; ++v) {
-          total[r][v] = fma(s[v], to_float(sums[r][v]), total[r][v]);
+          total[r][v] = fma(s[v], sums[r][v], total[r][v]);
         }
       }
     }
-    if constexpr (Header::kOffsets) {
-      Lanes o[kVectors];
-      header.offsets(head, o);
-      for (int r = 0; r < R; ++r) {
-        const Lanes sum = splat(__builtin_bit_cast(float, group_sums[r]));
-        for (int v = 0; v < kVectors; ++v) total[r][v] = fma(o[v], sum, total[r][v]);
-      }
-    }
+    if constexpr (Header::kOffsets) add_offsets<Header, R>(header, head, group_sums, total);
   }
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kVectors; ++v) store(out + r * kPanel + v * kLanes, total[r][v]);
@@ -170,6 +231,20 @@ template <class Codes, class Header, int... R>
 struct MultiplyTable {
   static constexpr MultiplyFn kFunctions[] = {multiply<Codes, Header, R>...};
 };
+
+template <class Codes, class Header, bool kManyParts, int... R>
+struct MultiplyBytesTable {
+  static constexpr MultiplyFn kFunctions[] = {multiply_bytes<Codes, Header, kManyParts, R>...};
+};
+
+// The kernel of the `size`-th entry of kBlockRows, for int8 activations.
+template <class Codes, class Header>
+inline MultiplyFn multiply_bytes_function(const WeightLayout& layout, int size) {
+  if (layout.part_quads() < layout.group_quads()) {
+    return MultiplyBytesTable<Codes, Header, true, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
+  }
+  return MultiplyBytesTable<Codes, Header, false, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
+}
 
 // The kernel of the `size`-th entry of kBlockRows.
 template <class Codes, class Header>

@@ -111,8 +111,8 @@ class Ops(Protocol):
 
         f is the identity; with `norm`, RMSNorm; with `gated`, x is [t, 2k], gate beside up, and
         f(x) = silu(gate) * up. bf16 weights meet f(x) rounded to bf16 and sum in float32;
-        `:a8` weights meet f(x) as int8, one scale per token: absmax / 127, codes f(x) times
-        127 / absmax, half to even.
+        `:a8` weights meet f(x) as int8, one scale per token and `format.activation_group` inputs:
+        absmax / 127, codes f(x) times 127 / absmax, half to even.
         """
         ...
 

@@ -18,7 +18,7 @@ from bifolio.kernels.tensor import QuantTensor
 
 _INT8_MAX = 127.0
 _LEAST_ABSMAX = 2.0**-120
-"""A row whose greatest magnitude is less counts as zeros: 127 / absmax would overflow."""
+"""A part whose greatest magnitude is less counts as zeros: 127 / absmax would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,14 @@ class ReferenceOps(GroupedOps, LatentOps):
 
 
 def round_activations(x_tk: Tensor, fmt: WeightFormat) -> Tensor:
-    """What a weight of this format meets: x rounded to int8 per token, to bf16, or x itself."""
+    """What a weight of this format meets: x rounded to int8 codes, to bf16, or x itself."""
     if fmt.int8_activations:
-        absmax = x_tk.abs().amax(dim=-1, keepdim=True)
+        k, group = x_tk.shape[-1], fmt.activation_group
+        parts = torch.nn.functional.pad(x_tk, (0, -k % group)).unflatten(-1, (-1, group))
+        absmax = parts.abs().amax(dim=-1, keepdim=True)
         inverse = torch.where(absmax < _LEAST_ABSMAX, 0.0, _INT8_MAX / absmax)
-        return torch.round(x_tk * inverse) * (absmax / _INT8_MAX)
+        rounded = torch.round(parts * inverse) * (absmax / _INT8_MAX)
+        return rounded.flatten(-2)[..., :k]
     if fmt.number is Number.FP32:
         return x_tk
     return x_tk.to(torch.bfloat16).to(torch.float32)
