@@ -31,33 +31,47 @@ Workspace carve(Carver& carver, uint8_t* base, int64_t threads, int64_t tokens, 
   return w;
 }
 
-template <class Dot>
-void run_unit(Worker<Dot>& worker, const AttentionArgs& a, const Workspace& w, int64_t unit) {
-  const Item& item = item_of_unit(w.plan, unit);
+template <class Worker>
+void run_unit(Worker& worker, const AttentionArgs& a, const Workspace& w, const Item& item,
+              int64_t unit) {
   const int64_t head = (unit - item.unit_first) % a.kv_heads;
-  const int64_t split = (unit - item.unit_first) / a.kv_heads;
+  const int64_t first = (unit - item.unit_first) / a.kv_heads * item.run;
+  const int64_t end = first + item.run < item.splits ? first + item.run : item.splits;
   if (!item.shared) {
-    worker.run(item, head, 0, item.splits, nullptr);
+    worker.run(item, head, first, end, nullptr);
     return;
   }
   const int64_t rows = item.count * (a.heads / a.kv_heads);
   float* partial =
       w.partial + item.partial + head * item.splits * rows * partial_floats(a.head_dim);
-  worker.run(item, head, split, split + 1, partial);
+  worker.run(item, head, first, end, partial);
   int32_t* finished = w.plan.finished + (&item - w.plan.items) * a.kv_heads + head;
-  if (__atomic_add_fetch(finished, 1, __ATOMIC_ACQ_REL) == item.splits) {
+  if (__atomic_add_fetch(finished, 1, __ATOMIC_ACQ_REL) == item.runs()) {
     worker.finish(item, head, partial);
   }
 }
 
-template <class Dot>
+// Up to so many query rows, reading keys and values takes longer than multiplying with them.
+constexpr int64_t kFewRows = 2 * kTileRows;
+
+// FewDot serves items of few query rows, where it is quicker; it must give the same bits.
+template <class Dot, class FewDot>
 void attend(const AttentionArgs& a, const Workspace& w, ThreadPool& pool) {
   parallel_section(pool, w.plan.units, [&](TileCursor& cursor, int thread) {
     Carver carver(w.threads + thread * w.thread_bytes);
-    Worker<Dot> worker(a, Scratch::carve(carver, most_query_rows(a.heads, a.kv_heads), a.head_dim));
+    const Scratch scratch =
+        Scratch::carve(carver, most_query_rows(a.heads, a.kv_heads), a.head_dim);
+    Worker<Dot> worker(a, scratch);
+    Worker<FewDot> few_worker(a, scratch);
     // Backwards: the later parts of a prompt see more keys, and the longest units go first.
     for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) {
-      run_unit(worker, a, w, w.plan.units - 1 - tile);
+      const int64_t unit = w.plan.units - 1 - tile;
+      const Item& item = item_of_unit(w.plan, unit);
+      if (item.count * (a.heads / a.kv_heads) <= kFewRows) {
+        run_unit(few_worker, a, w, item, unit);
+      } else {
+        run_unit(worker, a, w, item, unit);
+      }
     }
   });
 }
@@ -82,10 +96,13 @@ void attention(const AttentionArgs& a, ThreadPool& pool) {
                       a.head_dim);
   plan_batch(a, thread_count(pool), w.plan);
 #if defined(__AVX512F__)
-  if (a.kind != kCacheFp32) return attend<PairDot>(a, w, pool);
+  if (a.kind == kCacheBf16) return attend<PairDot, PairDot>(a, w, pool);
+  if (a.kind != kCacheFp32) return attend<PairDot, CodeDot>(a, w, pool);
+  return attend<FloatDot<false>, FloatDot<false>>(a, w, pool);
+#else
+  if (a.kind == kCacheFp32) return attend<FloatDot<false>, FloatDot<false>>(a, w, pool);
+  return attend<FloatDot<true>, FloatDot<true>>(a, w, pool);
 #endif
-  if (a.kind == kCacheFp32) return attend<FloatDot<false>>(a, w, pool);
-  return attend<FloatDot<true>>(a, w, pool);
 }
 
 }  // namespace bifolio::BIFOLIO_ISA

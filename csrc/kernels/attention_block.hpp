@@ -47,13 +47,10 @@ class BlockReader {
 
   void read(const int32_t* table, int64_t head, int64_t first_key, int a, int b, Block& block) {
     for (int g = a / kGroup; g * kGroup < b; ++g) {
-      const int64_t key = first_key + g * kGroup;
-      const int64_t page = table[key / pages_.page_size];
-      const int64_t slot = key % pages_.page_size;
-      const int64_t bytes = pages_.number_bytes();
-      const uint8_t* k = pages_.k_codes(page, head) + 2 * slot * bytes;
-      const uint8_t* v = pages_.v_codes(page, head) + slot * pages_.head_dim * bytes;
+      const auto [page, slot, k, v] = locate(table, head, first_key + g * kGroup);
       place(g, k, v, block);
+      block.next_k[g] = block.k[g];
+      block.next_v[g] = block.v[g];
       if (pages_.kind == kCacheFp8Token) {
         for (int i = 0; i < kGroup; ++i) {
           const int64_t at = g * kGroup + i;
@@ -64,20 +61,50 @@ class BlockReader {
     }
   }
 
+  // Notes where the codes of the block behind this one stand, if they will be read in place.
+  void announce(const int32_t* table, int64_t head, int64_t first_key, int a, int b, Block& block) {
+    if (!in_place()) return;
+    for (int g = a / kGroup; g * kGroup < b; ++g) {
+      const Codes codes = locate(table, head, first_key + g * kGroup);
+      block.next_k[g] = reinterpret_cast<const char*>(codes.k);
+      block.next_v[g] = reinterpret_cast<const char*>(codes.v);
+    }
+  }
+
  private:
+  // Where 16 keys and their values begin.
+  struct Codes {
+    int64_t page, slot;
+    const uint8_t* k;
+    const uint8_t* v;
+  };
+
+  Codes locate(const int32_t* table, int64_t head, int64_t key) const {
+    const int64_t page = table[key / pages_.page_size];
+    const int64_t slot = key % pages_.page_size;
+    const int64_t bytes = pages_.number_bytes();
+    return {page, slot, pages_.k_codes(page, head) + 2 * slot * bytes,
+            pages_.v_codes(page, head) + slot * pages_.head_dim * bytes};
+  }
+
+  // Whether a vector of 16 pairs is one of codes, and not of codes to be widened first.
+  bool in_place() const {
+    return Dot::kPack == 2 && Dot::kVectorBytes == 2 * kGroup * pages_.number_bytes();
+  }
+
   void place(int g, const uint8_t* k, const uint8_t* v, Block& block) {
     const int64_t dim = pages_.head_dim;
     const int64_t pitch = 2 * pages_.page_size * pages_.number_bytes();
     const int64_t pair_bytes = 2 * dim * pages_.number_bytes();
     if constexpr (Dot::kPack == 2) {
-      block.v_step = 4 * dim;
-      if (pages_.kind == kCacheBf16) {
+      if (in_place()) {
         block.k[g] = reinterpret_cast<const char*>(k);
         block.k_step = pitch;
         block.v[g] = reinterpret_cast<const char*>(v);
-        return;
+        block.v_step = pair_bytes;
+      } else {
+        widen(g, k, pitch, v, block);
       }
-      widen(g, k, pitch, v, block);
     } else {
       float* keys = memory_.k + g * kGroup;
       for (int64_t i = 0; i < dim / 2; ++i) {
@@ -104,11 +131,16 @@ class BlockReader {
     const int64_t numbers = kGroup * pages_.head_dim;
     uint16_t* keys = reinterpret_cast<uint16_t*>(memory_.k) + g * numbers;
     uint16_t* values = reinterpret_cast<uint16_t*>(memory_.v) + g * numbers;
-    for (int64_t i = 0; i < numbers / kCodes; ++i) widen_(k + i * pitch, keys + i * kCodes);
-    for (int64_t i = 0; i < numbers; i += kCodes) widen_(v + i, values + i);
+    for (int64_t i = 0; i < numbers / kCodes; ++i) {
+      _mm512_storeu_si512(keys + i * kCodes, widen_(k + i * pitch));
+    }
+    for (int64_t i = 0; i < numbers; i += kCodes) {
+      _mm512_storeu_si512(values + i, widen_(v + i));
+    }
     block.k[g] = reinterpret_cast<const char*>(keys);
     block.k_step = kCodes * sizeof(uint16_t);
     block.v[g] = reinterpret_cast<const char*>(values);
+    block.v_step = 2 * pages_.head_dim * static_cast<int64_t>(sizeof(uint16_t));
 #endif
   }
 

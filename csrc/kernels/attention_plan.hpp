@@ -13,20 +13,23 @@ inline constexpr int64_t kSplit = 256;
 // Query rows (tokens × query heads of a KV head) that one unit works on.
 inline constexpr int64_t kQueryRows = 96;
 
-// Some tokens of one row of the batch. If it is `shared`, each of its splits is a unit and leaves
-// a partial result, and whoever finishes last merges them; else one unit goes through all splits.
+// Some tokens of one row of the batch. If it is `shared`, a unit is a run of its splits, leaves a
+// partial result of each, and whoever finishes last merges them; else one unit goes through all.
 struct Item {
   int64_t row, first, count;  // tokens first … first + count - 1 of the batch
   int64_t position;           // of the first token
   int64_t split_first, splits;
-  int64_t unit_first;  // units are numbered over all items: (split ×) KV heads
+  int64_t run;         // splits of a unit
+  int64_t unit_first;  // units are numbered over all items: runs × KV heads
   int64_t partial;     // first float of its partial results
   bool shared;
+
+  int64_t runs() const { return (splits + run - 1) / run; }
 };
 
 struct Plan {
   Item* items;
-  int32_t* finished;  // [item][KV head] units of a shared item that are done
+  int32_t* finished;  // [item][KV head] runs of a shared item that are done
   int64_t count, units;
 };
 
@@ -62,16 +65,20 @@ inline void plan_batch(const AttentionArgs& a, int64_t threads, Plan& plan) {
       work += item.count * item.splits;
     }
   }
-  // An item is shared if it alone is more than a quarter of a thread's share of the work.
+  // An item is shared if a KV head of it alone is more than a quarter of a thread's share of the
+  // work; its runs are about an eighth.
+  const int64_t all_work = work * a.kv_heads;
   plan.units = 0;
   int64_t floats = 0;
   const int64_t group = a.heads / a.kv_heads;
   for (int64_t i = 0; i < plan.count; ++i) {
     Item& item = plan.items[i];
-    item.shared = item.splits > 1 && 4 * threads * item.count * item.splits > work * a.kv_heads;
+    item.shared = item.splits > 1 && 4 * threads * item.count * item.splits > all_work;
+    const int64_t eighth = all_work / (8 * threads * item.count);
+    item.run = !item.shared ? item.splits : eighth > 1 ? eighth : 1;
     item.unit_first = plan.units;
     item.partial = floats;
-    plan.units += a.kv_heads * (item.shared ? item.splits : 1);
+    plan.units += a.kv_heads * item.runs();
     if (!item.shared) continue;
     floats += item.splits * a.kv_heads * item.count * group * partial_floats(a.head_dim);
     for (int64_t head = 0; head < a.kv_heads; ++head) plan.finished[i * a.kv_heads + head] = 0;

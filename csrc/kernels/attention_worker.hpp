@@ -7,6 +7,8 @@
 // multiplied, so their bytes cannot matter.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention_block.hpp"
 #include "kernels/attention_plan.hpp"
 
@@ -23,9 +25,10 @@ struct Scratch {
   uint32_t* weights;    // [kTileRows][kBlock] floats, or pairs of bf16
   float* edge;          // [head_dim] pairs: values of a pair of keys of which only one counts
   float* o;             // [rows][head_dim] of the split at hand
-  float* maximum;       // [rows]
+  float* maximum;       // [rows], and some to be read in vain
   float* sum;           // [rows][kLanes]
-  float* rescale;       // [rows]
+  int64_t* lowest;      // [rows] first position seen
+  int64_t* end;         // [rows] one past the last position seen
   float* total_o;       // [rows][head_dim] of all splits so far
   float* total_maximum;  // [rows]
   float* total_sum;     // [rows]
@@ -39,9 +42,10 @@ struct Scratch {
     s.weights = carver.take<uint32_t>(kTileRows * kBlock);
     s.edge = carver.take<float>(dim);
     s.o = carver.take<float>(rows * dim);
-    s.maximum = carver.take<float>(rows);
+    s.maximum = carver.take<float>(rows + kLanes);
     s.sum = carver.take<float>(rows * kLanes);
-    s.rescale = carver.take<float>(rows);
+    s.lowest = carver.take<int64_t>(rows);
+    s.end = carver.take<int64_t>(rows);
     s.total_o = carver.take<float>(rows * dim);
     s.total_maximum = carver.take<float>(rows);
     s.total_sum = carver.take<float>(rows);
@@ -75,9 +79,11 @@ class Worker {
   void run(const Item& item, int64_t head, int64_t begin, int64_t end, float* partial) {
     item_ = &item;
     head_ = head;
+    load_bounds();
     load_queries();
     const float k_scale = a_.k_scales == nullptr ? 1.0F : a_.k_scales[head];
     score_scale_ = a_.scale * k_scale * kLog2E;
+    key_end_ = (item.split_first + end) * kSplit;
     for (int64_t split = begin; split < end; ++split) {
       run_split(item.split_first + split);
       for (int64_t r = 0; r < rows(); ++r) {
@@ -99,6 +105,7 @@ class Worker {
   void finish(const Item& item, int64_t head, const float* partial) {
     item_ = &item;
     head_ = head;
+    load_bounds();
     for (int64_t split = 0; split < item.splits; ++split) {
       for (int64_t r = 0; r < rows(); ++r) {
         const float* p = partial + (split * rows() + r) * partial_floats(dim_);
@@ -112,18 +119,23 @@ class Worker {
   int64_t rows() const { return item_->count * group_; }
   int64_t ldq() const { return dim_ / Dot::kPack; }
 
-  // Position of the token of a query row.
-  int64_t position(int64_t r) const { return item_->position + r / group_; }
-
   Seen seen(int64_t r, int64_t first_key) const {
-    const int64_t begin = lowest_seen(position(r), a_.window) - first_key;
-    const int64_t end = position(r) + 1 - first_key;
+    const int64_t begin = s_.lowest[r] - first_key;
+    const int64_t end = s_.end[r] - first_key;
     return {static_cast<int>(begin < 0 ? 0 : begin < kBlock ? begin : kBlock),
             static_cast<int>(end < 0 ? 0 : end < kBlock ? end : kBlock)};
   }
 
   const float* query(int64_t r) const {
     return a_.q + ((item_->first + r / group_) * a_.heads + head_ * group_ + r % group_) * dim_;
+  }
+
+  void load_bounds() {
+    for (int64_t r = 0; r < rows(); ++r) {
+      const int64_t position = item_->position + r / group_;
+      s_.lowest[r] = lowest_seen(position, a_.window);
+      s_.end[r] = position + 1;
+    }
   }
 
   void load_queries() {
@@ -144,12 +156,19 @@ class Worker {
     const Seen last = seen(rows() - 1, first_key);
     const Seen all{first.begin, last.end};
     if (all.empty()) return;
+    const int32_t* table = a_.block_table + item_->row * a_.table_width;
     Block block{};
-    reader_.read(a_.block_table + item_->row * a_.table_width, head_, first_key, all.begin, all.end,
-                 block);
-    for (int64_t r = 0; r < rows(); r += kTileRows) {
+    reader_.read(table, head_, first_key, all.begin, all.end, block);
+    if (first_key + kBlock < key_end_) {
+      const Seen next{seen(0, first_key + kBlock).begin, seen(rows() - 1, first_key + kBlock).end};
+      reader_.announce(table, head_, first_key + kBlock, next.begin, next.end, block);
+    }
+    // Strips of equal height, as far as that goes.
+    const int64_t strips = (rows() + kTileRows - 1) / kTileRows;
+    const int64_t height = (rows() + strips - 1) / strips;
+    for (int64_t r = 0; r < rows(); r += height) {
       const int64_t left = rows() - r;
-      with_constant<kTileRows>(left < kTileRows ? static_cast<int>(left) : kTileRows,
+      with_constant<kTileRows>(static_cast<int>(left < height ? left : height),
                                [&](auto n) { run_strip<n.value>(r, first_key, block); });
     }
   }
@@ -161,54 +180,79 @@ class Worker {
     const Seen last = seen(r + R - 1, first_key);
     const Seen all{first.begin, last.end};
     if (all.empty()) return;
-    for (int g = all.begin / kGroup; g * kGroup < all.end; g += kTileGroups) {
+    for (int g = all.begin / kGroup; g * kGroup < all.end; g += Dot::kTileGroups) {
       const int left = (all.end - 1) / kGroup + 1 - g;
-      with_constant<kTileGroups>(left < kTileGroups ? left : kTileGroups, [&](auto n) {
-        score_tile<Dot, R, n.value>(q_ + r * ldq(), ldq(), ldq(), block.k + g, block.k_step,
-                                    s_.scores + g * kGroup);
+      with_constant<Dot::kTileGroups>(left < Dot::kTileGroups ? left : Dot::kTileGroups, [&](auto n) {
+        score_tile<Dot, R, n.value>(dot_, q_ + r * ldq(), ldq(), ldq(), block, g,
+                                            s_.scores + g * kGroup);
       });
     }
-    for (int i = 0; i < R; ++i) weigh(r + i, i, seen(r + i, first_key));
     if (first.full() && last.full()) {
-      outputs<R>(r, 0, block, 0, kBlock / Dot::kPack, s_.rescale + r);
+      weigh<R, true>(r, first_key);
+      outputs<R>(r, 0, block, 0, kBlock / Dot::kPack, rescale_);
     } else {
+      weigh<R, false>(r, first_key);
       partial_outputs<R>(r, first_key, block);
     }
   }
 
-  // Turns the scores of a row into weights, and moves its running maximum and sum.
-  void weigh(int64_t r, int i, Seen keys) {
-    s_.rescale[r] = 1.0F;
-    if (keys.empty()) return;
-    const bool token_scales = a_.kind == kCacheFp8Token;
-    Lanes x[kBlockVectors];
+  // Turns the scores of R rows into weights, and moves their running maxima and sums. What the sums
+  // and outputs so far must be multiplied with goes to rescale_.
+  template <int R, bool kFull>
+  void weigh(int64_t r, int64_t first_key) {
+    static_assert(R <= kLanes);
+    const Lanes old = load(s_.maximum + r);  // beyond row R - 1 too, where nothing changes
+    Lanes highest = splat(kNoMaximum);
+    for (int i = 0; i < R; ++i) {
+      const Seen keys = kFull ? Seen{0, kBlock} : seen(r + i, first_key);
+      if (!kFull && keys.empty()) continue;
+      const Lanes here = splat(score_scale_ * prepare_scores<kFull>(i, keys));
+      highest = lane_index() == i ? here : highest;
+    }
+    // A row that sees nothing keeps all it has, also when that is nothing: -inf - -inf is no number.
+    const Lanes now = max(highest, old);
+    store(rescale_, exp2_lanes(old == now ? Lanes{} : old - now));
+    store(s_.maximum + r, now);
+    for (int i = 0; i < R; ++i) {
+      const Seen keys = kFull ? Seen{0, kBlock} : seen(r + i, first_key);
+      if (!kFull && keys.empty()) continue;
+      Lanes x[kBlockVectors];
+      const Lanes shift = splat(-s_.maximum[r + i]);
+      for (int c = 0; c < kBlockVectors; ++c) {
+        x[c] = fma(load(s_.scores + i * kBlock + c * kLanes), splat(score_scale_), shift);
+      }
+      exp2_lanes(x);
+      const Lanes sum = pack<kFull>(x, keys, i);
+      float* total = s_.sum + (r + i) * kLanes;
+      store(total, fma(load(total), splat(rescale_[i]), sum));
+    }
+  }
+
+  // Applies scales of keys and shuts out keys that are not seen; the greatest score, unscaled.
+  template <bool kFull>
+  [[gnu::always_inline]] float prepare_scores(int i, Seen keys) {
+    float* scores = s_.scores + i * kBlock;
     Lanes greatest = splat(kNoMaximum);
     for (int c = 0; c < kBlockVectors; ++c) {
-      x[c] = load(s_.scores + i * kBlock + c * kLanes) * score_scale_;
-      if (token_scales) x[c] *= load(s_.block.k_scale + c * kLanes);
-      if (!keys.full()) x[c] = inside(keys, c) ? x[c] : splat(kNoMaximum);
-      greatest = max(greatest, x[c]);
+      Lanes x = load(scores + c * kLanes);
+      if (a_.kind == kCacheFp8Token) x *= load(s_.block.k_scale + c * kLanes);
+      if (!kFull) x = inside(keys, c) ? x : splat(kNoMaximum);
+      if (!kFull || a_.kind == kCacheFp8Token) store(scores + c * kLanes, x);
+      greatest = max(greatest, x);
     }
-    const float old = s_.maximum[r];
-    const float highest = max_lanes(greatest);
-    const float now = highest > old ? highest : old;
-    for (int c = 0; c < kBlockVectors; ++c) x[c] = exp2_lanes(x[c] - now);
-    const float rescale = exp2_one(old - now);
-    Lanes sum = pack(x, keys, i);
-    store(s_.sum + r * kLanes, fma(load(s_.sum + r * kLanes), splat(rescale), sum));
-    s_.maximum[r] = now;
-    s_.rescale[r] = rescale;
+    return max_lanes(greatest);
   }
 
   // Stores weights, times the scales of the values where each has its own; their sum per lane.
-  Lanes pack(Lanes (&x)[kBlockVectors], Seen keys, int i) {
+  template <bool kFull>
+  [[gnu::always_inline]] Lanes pack(Lanes (&x)[kBlockVectors], Seen keys, int i) {
     Element* packed = weights_ + i * (kBlock / Dot::kPack);
     if (a_.kind != kCacheFp8Token) return Dot::pack_weights(x, packed);
     Lanes sum{};
     for (int c = 0; c < kBlockVectors; ++c) {
       sum += x[c];
       x[c] *= load(s_.block.v_scale + c * kLanes);
-      if (!keys.full()) x[c] = inside(keys, c) ? x[c] : Lanes{};
+      if (!kFull) x[c] = inside(keys, c) ? x[c] : Lanes{};
     }
     Dot::pack_weights(x, packed);
     return sum;
@@ -222,14 +266,13 @@ class Worker {
   // Adds steps [first, last) to the outputs of R rows; their weights stand from row i on.
   template <int R>
   void outputs(int64_t r, int i, const Block& block, int first, int last, const float* rescale) {
-    for (int64_t column = 0; column < dim_; column += kTileVectors * kLanes) {
-      const int64_t left = (dim_ - column) / kLanes;
-      with_constant<kTileVectors>(
-          left < kTileVectors ? static_cast<int>(left) : kTileVectors, [&](auto n) {
-            output_tile<Dot, R, n.value>(weights_ + i * (kBlock / Dot::kPack), block,
-                                         column * static_cast<int64_t>(sizeof(float)), first, last,
-                                         rescale, s_.o + r * dim_ + column, dim_);
-          });
+    constexpr int kMost = Dot::kTileVectors;
+    for (int64_t vector = 0; vector * kLanes < dim_; vector += kMost) {
+      const int64_t left = dim_ / kLanes - vector;
+      with_constant<kMost>(left < kMost ? static_cast<int>(left) : kMost, [&](auto n) {
+        output_tile<Dot, R, n.value>(dot_, weights_ + i * (kBlock / Dot::kPack), block, vector, first,
+                                     last, rescale, s_.o + r * dim_ + vector * kLanes, dim_);
+      });
     }
   }
 
@@ -239,7 +282,7 @@ class Worker {
   void partial_outputs(int64_t r, int64_t first_key, const Block& block) {
     Seen common{0, kBlock / Dot::kPack};
     for (int i = 0; i < R; ++i) {
-      scale_output(r + i);
+      scale_output(r + i, rescale_[i]);
       const Seen steps = whole_steps(seen(r + i, first_key));
       if (steps.begin > common.begin) common.begin = steps.begin;
       if (steps.end < common.end) common.end = steps.end;
@@ -277,9 +320,9 @@ class Worker {
     return {(keys.begin + Dot::kPack - 1) / Dot::kPack, keys.end / Dot::kPack};
   }
 
-  void scale_output(int64_t r) {
+  void scale_output(int64_t r, float scale) {
     float* o = s_.o + r * dim_;
-    for (int64_t d = 0; d < dim_; d += kLanes) store(o + d, load(o + d) * s_.rescale[r]);
+    for (int64_t d = 0; d < dim_; d += kLanes) store(o + d, load(o + d) * scale);
   }
 
   void token_outputs(int64_t r, int i, int n, const Block& block, int first, int last) {
@@ -300,16 +343,18 @@ class Worker {
     constexpr int kGroupSteps = kGroup / 2;
     const char* pairs =
         block.v[step / kGroupSteps] + (step % kGroupSteps) * block.v_step;
-    const uint32_t keep = half == 0 ? 0x0000ffff : 0xffff0000;
+    using Pair = std::conditional_t<Dot::kVectorBytes == 2 * kLanes, uint16_t, uint32_t>;
+    constexpr int kHalfBits = 4 * sizeof(Pair);
     for (int64_t d = 0; d < dim_; ++d) {
-      uint32_t pair;
-      std::memcpy(&pair, pairs + 4 * d, 4);
-      pair &= keep;
-      std::memcpy(s_.edge + d, &pair, 4);
+      Pair pair;
+      std::memcpy(&pair, pairs + d * sizeof pair, sizeof pair);
+      constexpr auto kFirst = static_cast<Pair>((1U << kHalfBits) - 1);
+      pair = static_cast<Pair>(pair & (half == 0 ? kFirst : ~kFirst));
+      std::memcpy(reinterpret_cast<char*>(s_.edge) + d * sizeof pair, &pair, sizeof pair);
     }
     // The patched pair stands in for step 0 of a block; the weights are read from its own step.
     Block patched{};
-    patched.v[0] = reinterpret_cast<const char*>(s_.edge);
+    patched.v[0] = patched.next_v[0] = reinterpret_cast<const char*>(s_.edge);
     Element* const weights = weights_;
     weights_ += step;
     token_outputs(r, i, n, patched, 0, 1);
@@ -318,8 +363,8 @@ class Worker {
 
   // Adds what split `split` of the item contributes to row r, if the row sees any of it.
   void merge(int64_t r, int64_t split, const float* o, float maximum, float sum) {
-    const int64_t lowest = lowest_seen(position(r), a_.window) / kSplit - item_->split_first;
-    if (split < lowest || split > position(r) / kSplit - item_->split_first) return;
+    const int64_t lowest = s_.lowest[r] / kSplit - item_->split_first;
+    if (split < lowest || split > (s_.end[r] - 1) / kSplit - item_->split_first) return;
     float* total = s_.total_o + r * dim_;
     if (split == lowest) {
       std::memcpy(total, o, dim_ * sizeof(float));
@@ -352,6 +397,7 @@ class Worker {
   static constexpr float kOnes[6] = {1, 1, 1, 1, 1, 1};
 
   const AttentionArgs& a_;
+  Dot dot_;
   Scratch s_;
   BlockReader<Dot> reader_;
   int64_t group_, dim_;
@@ -359,7 +405,9 @@ class Worker {
   Element* weights_;
   const Item* item_ = nullptr;
   int64_t head_ = 0;
+  int64_t key_end_ = 0;  // keys from here on are not for this run
   float score_scale_ = 0;
+  alignas(Lanes) float rescale_[kLanes];
 };
 
 }  // namespace bifolio::BIFOLIO_ISA

@@ -83,16 +83,15 @@ class E4m3ToBf16 {
     twice_ = _mm512_load_si512(twice);
   }
 
-  void operator()(const uint8_t* codes, uint16_t* numbers) const {
-    const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+  __m512i operator()(const void* codes) const {
+    const __m256i packed = _mm256_loadu_si256(static_cast<const __m256i*>(codes));
     const __m512i code = _mm512_permutexvar_epi8(twice_, _mm512_castsi256_si512(packed));
     const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
     const __m512i high = _mm512_permutex2var_epi8(high_[0], code, high_[1]);
     const __m512i magnitude = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, low, high);
     constexpr int kAndOr = 0xf8;  // a | (b & c)
-    const __m512i number = _mm512_ternarylogic_epi32(
-        magnitude, code, _mm512_set1_epi16(static_cast<int16_t>(0x8000)), kAndOr);
-    _mm512_storeu_si512(numbers, number);
+    return _mm512_ternarylogic_epi32(magnitude, code,
+                                     _mm512_set1_epi16(static_cast<int16_t>(0x8000)), kAndOr);
   }
 
  private:

@@ -100,23 +100,34 @@ inline float max_lanes(Lanes x) {
   return detail::fold(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// 2^x for x <= 0 (also slightly above); exactly 1 at 0, exactly 0 below -126, NaN stays NaN.
-// Degree 5 fitted for least relative error on [-1/2, 1/2]: 9.2e-8 from the fit, and less than
-// 3e-7 in all with the roundings of float32.
+// 2^x of N vectors, step by step together, for x <= 0 (also slightly above); exactly 1 at 0, exactly
+// 0 from -127 down, NaN stays NaN. Degree 5 fitted for least relative error on [-1/2, 1/2]: 9.2e-8
+// from the fit, less than 2e-7 with the roundings of float32; what is below 2^-126 is only small.
+template <int N>
+[[gnu::always_inline]] inline void exp2_lanes(Lanes (&x)[N]) {
+  constexpr float kLowest = -127.0F;     // its power's exponent bits come out as 0
+  constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: what is added to it loses its fraction
+  constexpr float kFactors[] = {0x1.3cea876004a9dp-7F, 0x1.c6b752df4ed4ep-5F, 0x1.ebf9bb8a58497p-3F,
+                                0x1.62e4292036e7fp-1F, 1.0F};
+  Lanes whole[N];
+  Lanes p[N];
+  for (int i = 0; i < N; ++i) x[i] = max(splat(kLowest), x[i]);
+  for (int i = 0; i < N; ++i) whole[i] = (x[i] + kRound) - kRound;
+  for (int i = 0; i < N; ++i) x[i] -= whole[i];
+  for (int i = 0; i < N; ++i) p[i] = splat(0x1.5bba13e6d9664p-10F);
+  for (const float factor : kFactors) {
+    for (int i = 0; i < N; ++i) p[i] = fma(p[i], x[i], splat(factor));
+  }
+  // A NaN becomes the integer with only the top bit set, which the shift drops.
+  for (int i = 0; i < N; ++i) {
+    x[i] = from_bits(bits(p[i]) + (__builtin_convertvector(whole[i], IntLanes) << 23));
+  }
+}
+
 inline Lanes exp2_lanes(Lanes x) {
-  constexpr float kLowest = -126.0F;
-  constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer
-  const Lanes shifted = max(splat(kLowest), x) + kRound;
-  const Lanes whole = shifted - kRound;
-  const Lanes f = x - whole;
-  Lanes p = splat(0x1.5bba13e6d9664p-10F);
-  p = fma(p, f, splat(0x1.3cea876004a9dp-7F));
-  p = fma(p, f, splat(0x1.c6b752df4ed4ep-5F));
-  p = fma(p, f, splat(0x1.ebf9bb8a58497p-3F));
-  p = fma(p, f, splat(0x1.62e4292036e7fp-1F));
-  p = fma(p, f, splat(1.0F));
-  const Lanes scaled = from_bits(bits(p) + (bits(shifted) << 23));
-  return x < kLowest ? Lanes{} : scaled;
+  Lanes one[] = {x};
+  exp2_lanes(one);
+  return one[0];
 }
 
 inline float exp2_one(float x) { return exp2_lanes(splat(x))[0]; }
