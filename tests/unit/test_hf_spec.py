@@ -194,7 +194,6 @@ def test_contradictory_windows_are_refused(
     [
         ("model_type", "mamba"),
         ("hidden_act", "gelu"),
-        ("quantization_config", {"quant_method": "awq"}),
         ("partial_rotary_factor", 0.5),
         ("rope_interleaved", True),
         ("num_experts", 8),

@@ -34,20 +34,29 @@ class Checkpoint(Protocol):
         """A tensor [n] as float32."""
         ...
 
+
+class RawTensors(Protocol):
+    """The bytes of a checkpoint's tensors, whatever they mean."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every stored tensor."""
+        ...
+
     def raw(self, name: str) -> Tensor:
         """The stored bytes, mapped, not copied: uint8, flat. Not to be written to."""
         ...
 
 
-def identity(spec: ModelSpec, checkpoint: Checkpoint) -> str:
+def identity(spec: ModelSpec, files: RawTensors) -> str:
     """Hex digest that tells models apart by what decides their numbers.
 
     It covers the spec without its end tokens, names and sizes of the tensors, and three samples of
     each one's bytes. It names a model; it does not prove that every byte is right.
     """
     digest = hashlib.sha256(repr(replace(spec, stop_ids=(), bos_id=None)).encode())
-    for name in sorted(checkpoint.shapes):
-        raw = checkpoint.raw(name)
+    for name in sorted(files.shapes):
+        raw = files.raw(name)
         digest.update(f"{name}|{raw.numel()}|".encode())
         for start in (0, raw.numel() // 2, max(0, raw.numel() - _SAMPLE)):
             digest.update(raw[start : start + _SAMPLE].numpy().tobytes())

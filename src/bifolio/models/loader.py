@@ -12,13 +12,16 @@ from bifolio.kernels.ops import Batch, LayerCache, Ops
 from bifolio.layers.decoder import Decoder
 from bifolio.layers.rope import rope_table
 from bifolio.models.build import build_decoder
-from bifolio.models.checkpoint import Checkpoint, check_tensors, identity
+from bifolio.models.checkpoint import Checkpoint, RawTensors, check_tensors, identity
 from bifolio.models.families import FAMILIES
 from bifolio.models.gguf_model import GGUFCheckpoint
 from bifolio.models.precision import as_stored
+from bifolio.models.quantization import read_quantization
 from bifolio.models.reader import Progress, WeightReader
 from bifolio.models.shards import SafetensorsFolder
 from bifolio.models.source import ModelSource
+from bifolio.models.stored import StoredWeights
+from bifolio.models.views import plain_view
 from bifolio.spec import ModelSpec
 
 
@@ -72,7 +75,8 @@ def load_models(
     are missing, left over or misshapen; UnsupportedError a format that `ops` has no kernel for.
     """
     spec = source.spec
-    tensors, checkpoint = FAMILIES[spec.architecture](spec), _open(source)
+    tensors = FAMILIES[spec.architecture](spec)
+    checkpoint, files = _open(source)
     check_tensors(tensors, checkpoint)
     phases = list(dict.fromkeys(_weights_only(side) for side in (plan.prefill, plan.decode)))
     reader = WeightReader(checkpoint, ops, auto, progress, len(list(tensors.all())) * len(phases))
@@ -86,17 +90,19 @@ def load_models(
         spec=spec,
         prefill=models[_weights_only(plan.prefill)],
         decode=models[_weights_only(plan.decode)],
-        identity=identity(spec, checkpoint),
+        identity=identity(spec, files),
         nbytes=reader.nbytes + cos_sin.nbytes,
     )
 
 
-def _open(source: ModelSource) -> Checkpoint:
-    return (
-        GGUFCheckpoint(source.gguf, source.spec)
-        if source.is_gguf
-        else SafetensorsFolder(source.path)
-    )
+def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors]:
+    """The numbers of a checkpoint, and the bytes of its files."""
+    if source.is_gguf:
+        checkpoint = GGUFCheckpoint(source.gguf, source.spec)
+        return checkpoint, checkpoint
+    form = read_quantization(source.config)
+    files = SafetensorsFolder(source.path)
+    return StoredWeights(plain_view(files, source.spec), form), files
 
 
 def _weights_only(side: PhasePlan) -> PhasePlan:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from bifolio.formats import BF16, FP32, Number, WeightFormat
+from bifolio.formats import BF16, FP8_BLOCK, FP32, Number, Scaling, WeightFormat
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.quant import decode, encode
 
@@ -28,13 +28,19 @@ def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:
 
 
 def stack(parts: list[QuantTensor]) -> QuantTensor:
-    """Matrices of equal k, one below the other. Unequal formats meet in fp32, so losslessly.
+    """Matrices of equal k, one below the other, losslessly.
 
-    fp8 with one scale per tensor or block does not stack as it is, so it must not come here.
+    What does not stack as it is meets in fp32: unequal formats, and blocks of fp8 that a border
+    between two matrices would cut.
     """
     if len(parts) == 1:
         return parts[0]
-    if len({part.format for part in parts}) > 1:
+    if {part.format.scaling for part in parts} == {Scaling.TENSOR}:
+        parts = [_by_channel(part) for part in parts]
+    ragged = any(part.n % FP8_BLOCK for part in parts[:-1])
+    if len({part.format for part in parts}) > 1 or (
+        parts[0].format.scaling is Scaling.BLOCK and ragged
+    ):
         parts = [convert(part, FP32) for part in parts]
     first = parts[0]
 
@@ -44,7 +50,6 @@ def stack(parts: list[QuantTensor]) -> QuantTensor:
 
     codes = rows([part.codes for part in parts])
     assert codes is not None
-    assert first.format.number is not Number.FP8
     return QuantTensor(
         format=first.format,
         n=sum(part.n for part in parts),
@@ -53,3 +58,10 @@ def stack(parts: list[QuantTensor]) -> QuantTensor:
         scales=rows([part.scales for part in parts]),
         offsets=rows([part.offsets for part in parts]),
     )
+
+
+def _by_channel(part: QuantTensor) -> QuantTensor:
+    """One scale of a whole matrix as one per channel."""
+    assert part.scales is not None
+    fmt = replace(part.format, scaling=Scaling.CHANNEL)
+    return replace(part, format=fmt, scales=part.scales.expand(part.n))

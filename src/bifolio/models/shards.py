@@ -13,12 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.formats import BF16, FP32
-from bifolio.kernels.tensor import QuantTensor
 
 INDEX = "model.safetensors.index.json"
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_READABLE = ("F32", "F16", "BF16", "F8_E4M3", "I8", "I32", "I64")
 
 
 class SafetensorsFolder:
@@ -31,60 +29,57 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
+        self._held: tuple[Path, Any] | None = None
         shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}
         for path, listed in _listed_files(folder).items():
             found = _header(path)
             if listed is not None:
                 _compare(path, listed, set(found))
-            for name, shape in found.items():
+            for name, (shape, dtype) in found.items():
                 assert name not in shapes, "the index maps a name to one file"
-                shapes[name] = shape
+                shapes[name], dtypes[name] = shape, dtype
                 self._file_of[name] = path
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
-
-    def matrix(self, name: str) -> QuantTensor:
-        codes = self._mapped(name).clone()  # else it would keep the file mapped
-        n, k = codes.shape
-        if codes.dtype is torch.bfloat16:
-            return QuantTensor(BF16, n, k, codes)
-        return QuantTensor(FP32, n, k, codes.to(torch.float32))
-
-    def vector(self, name: str) -> Tensor:
-        return self._mapped(name).to(torch.float32, copy=True)
+        self.dtypes: Mapping[str, str] = dtypes
 
     def raw(self, name: str) -> Tensor:
-        return self._mapped(name).flatten().view(torch.uint8)
+        return self.tensor(name).flatten().view(torch.uint8)
 
-    def _mapped(self, name: str) -> Tensor:
-        with _opened(self._file_of[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored, mapped; the file that was read last stays open for the next."""
+        path = self._file_of[name]
+        with _failing(path):
+            if self._held is None or self._held[0] != path:
+                self._held = (path, safe_open(path, framework="pt"))
+            tensor: Tensor = self._held[1].get_tensor(name)
             return tensor
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """An open safetensors file; what the library finds wrong with it is a CheckpointError."""
+def _failing(path: Path) -> Iterator[None]:
+    """What the library finds wrong with a file is a CheckpointError."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} is missing from {path.parent}") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); download it again") from error
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-    with _opened(path) as file:
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor of a file."""
+    found = {}
+    with _failing(path), safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (not a dictionary)
             part = file.get_slice(name)
-            if part.get_dtype() not in _FLOATS:
+            if part.get_dtype() not in _READABLE:
                 raise UnsupportedError(
                     f"{path.name}: tensor {name} is stored as {part.get_dtype()}; "
-                    f"only {', '.join(_FLOATS)} can be read"
+                    f"only {', '.join(_READABLE)} can be read"
                 )
-            shapes[name] = tuple(part.get_shape())
-    return shapes
+            found[name] = (tuple(part.get_shape()), part.get_dtype())
+    return found
 
 
 def _listed_files(folder: Path) -> dict[Path, set[str] | None]:

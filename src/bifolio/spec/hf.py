@@ -20,7 +20,6 @@ _MAX_POSITION = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _QWEN3_HEAD_DIM = 128
 
 _NOT_COMPUTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization_config": ((), "use a checkpoint in bf16, fp16 or fp32, and choose weights="),
     "hidden_act": (("silu",), "the gated MLP knows silu only"),
     "partial_rotary_factor": ((1, 1.0), "rotation covers the whole head"),
     "rope_interleaved": ((False,), "rotation is by halves"),

@@ -15,7 +15,7 @@ from bifolio.spec.model import ModelSpec
 MOE_FAMILIES = ("qwen3_moe",)
 """Values of `model_type` that can be read."""
 
-_EXPERT_KEYS = {"num_experts", "num_local_experts", "quantization_config"}
+_EXPERT_KEYS = {"num_experts", "num_local_experts"}
 
 
 def read_moe_spec(

@@ -1,0 +1,176 @@
+"""One random mixture of experts in every layout of files: the same logits, or a refusal by name.
+
+Within each quantised layout the judge is the same model stored as floats of the same meaning, so
+logits are equal bit for bit where both are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import BLOCK_FP8, LAYOUTS, fused, quantised
+from torch import Tensor
+
+from bifolio.errors import BifolioError, CheckpointError, UnsupportedError
+from bifolio.formats import PrecisionPlan
+from bifolio.kernels.reference import ReferenceOps
+from bifolio.models.loader import Model, load_models
+from bifolio.models.source import resolve_source
+from bifolio.testing.forward import PagedRun
+from bifolio.testing.tiny import random_weights, tiny_config, write_model, write_weights
+
+CONFIG = tiny_config("deepseek_v3", hidden_size=160, moe_intermediate_size=144)
+"""160 and 144 are no multiples of 128, and of 32 only the first."""
+WEIGHTS = random_weights(CONFIG)
+LINEAR = r"_proj(_with_mqa)?\.weight$"
+EXPERTS = r"mlp\.experts\."
+EXPERT = "model.layers.2.mlp.experts.5.up_proj"
+
+
+def write(folder: Path, weights: dict[str, Tensor], **config: Any) -> Path:
+    write_model(folder, CONFIG | config, tokenizer=False)
+    write_weights(folder, weights)
+    return folder
+
+
+def load(folder: Path, plan: str = "fp32/fp32") -> Model:
+    return load_models(
+        resolve_source(str(folder)), PrecisionPlan.parse(plan), ReferenceOps()
+    ).decode
+
+
+def logits(model: Model) -> Tensor:
+    return PagedRun(model).step({"a": list(range(100, 130))})["a"]
+
+
+@pytest.mark.parametrize("which", [LINEAR, EXPERTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantised_layout_means_its_numbers(layout: str, which: str, tmp_path: Path) -> None:
+    stored, means = quantised(WEIGHTS, layout, which)
+    folder = write(tmp_path / "stored", stored, quantization_config=LAYOUTS[layout][0])
+    wanted = logits(load(write(tmp_path / "means", means)))
+    assert torch.equal(logits(load(folder)), wanted)
+    assert (wanted - logits(load(write(tmp_path / "plain", WEIGHTS)))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted"),
+    [
+        ("int4 in groups of 32", "int4:g32"),
+        ("int4 by channel", "int4:g128"),
+        ("int8 by tensor", "int8"),
+        ("fp8 by tensor", "fp8:channel"),
+        ("fp8 by channel", "fp8:channel"),
+    ],
+)
+def test_auto_keeps_the_stored_bits(layout: str, wanted: str, tmp_path: Path) -> None:
+    stored, means = quantised(WEIGHTS, layout, LINEAR)
+    folder = write(tmp_path / "stored", stored, quantization_config=LAYOUTS[layout][0])
+    model = load(folder, "auto/fp32")
+    layer = model.decoder.layers[2]
+    assert {str(weight.format) for weight in layer.mlp.gate_up} == {wanted}
+    assert {str(weight.format) for weight in layer.attention.k_up} == {"fp32"}
+    reference = logits(load(write(tmp_path / "means", means)))
+    spread = (logits(model) - reference).square().mean().sqrt()
+    assert spread < 0.1, "activations in bf16 explain no more than this"
+
+
+def test_blocks_stay_blocks_where_no_border_cuts_them(tmp_path: Path) -> None:
+    weights = random_weights(CONFIG | {"moe_intermediate_size": 256})
+    stored, means = quantised(weights, "fp8 in blocks", EXPERTS)
+    folder, config = tmp_path / "stored", {"moe_intermediate_size": 256}
+    write(folder, stored, quantization_config=BLOCK_FP8, **config)
+    assert str(load(folder, "auto/fp32").decoder.layers[1].mlp.gate_up[0].format) == "fp8"
+    assert torch.equal(logits(load(folder)), logits(load(write(tmp_path / "m", means, **config))))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fused_experts_are_the_same_experts(transposed: bool, tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", WEIGHTS)
+    folder = write(tmp_path / "fused", fused(WEIGHTS, transposed=transposed))
+    assert torch.equal(logits(load(folder)), logits(load(plain)))
+
+
+def test_a_model_that_sees_is_served_by_its_language_part(tmp_path: Path) -> None:
+    """Kimi K2.5: prefix, vision tower, experts in int4, all in one."""
+    stored, means = quantised(WEIGHTS, "int4 in groups of 32", EXPERTS)
+    inner = CONFIG | {
+        "model_type": "kimi_k2",
+        "quantization_config": LAYOUTS["int4 in groups of 32"][0],
+    }
+    folder = write_model(tmp_path / "kimi", CONFIG, tokenizer=False)
+    write_model(folder, CONFIG | {"model_type": "kimi_k25", "text_config": inner}, tokenizer=False)
+    named = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    seeing = {"vision_tower.blocks.0.weight": torch.ones(3), "mm_projector.0.weight": torch.ones(3)}
+    write_weights(folder, named | seeing)
+    assert torch.equal(logits(load(folder)), logits(load(write(tmp_path / "means", means))))
+    write_weights(folder, named | seeing | {"vision_towel.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"no use.*vision_towel\.weight"):
+        load(folder)
+
+
+Broken = dict[str, Tensor | None]
+INT4, FP8 = "int4 in groups of 32", "fp8 in blocks"
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "cause"),
+    [
+        (INT4, {"weight_scale": None}, r"weight_scale is missing"),
+        (INT4, {"weight_shape": None}, r"weight_shape is missing"),
+        (INT4, {"weight_packed": None}, r"weight_packed is missing"),
+        (INT4, {"weight_scale": torch.ones(144, 4).bfloat16()}, r"weight_scale has shape"),
+        (INT4, {"weight_scale": torch.ones(144, 5)}, r"weight_scale is stored as F32"),
+        (INT4, {"weight_shape": torch.tensor([144, 168])}, r"does not hold \[144, 168\]"),
+        (INT4, {"weight_zero_point": torch.ones(18, 5)}, r"no use.*weight_zero_point"),
+        (INT4, {"weight_packed": torch.ones(144, 20)}, r"stored as F32, but.*I32"),
+        (FP8, {"weight_scale_inv": None}, r"weight_scale_inv is missing"),
+        (FP8, {"weight_scale_inv": torch.ones(1, 2)}, r"weight_scale_inv has shape \[1, 2\]"),
+        (FP8, {"weight": torch.ones(144, 160, dtype=torch.int8)}, r"stored as I8, but.*F8_E4M3"),
+        (FP8, {"weight": torch.ones(144, 160)}, r"weight is not quantised"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_by_name(
+    layout: str, change: Broken, cause: str, tmp_path: Path
+) -> None:
+    stored, _ = quantised(WEIGHTS, layout, EXPERTS)
+    changed = {f"{EXPERT}.{suffix}": tensor for suffix, tensor in change.items()}
+    weights = {name: t for name, t in (stored | changed).items() if t is not None}
+    folder = write(tmp_path, weights, quantization_config=LAYOUTS[layout][0])
+    with pytest.raises(BifolioError, match=cause) as refusal:
+        load(folder)
+    assert EXPERT in str(refusal.value)
+
+
+def edited(layout: str, **weights: Any) -> dict[str, Any]:
+    config = LAYOUTS[layout][0]
+    group = config["config_groups"]["group_0"]
+    return config | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        ({"quant_method": "awq"}, "quant_method='awq'"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
+        (BLOCK_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
+        (BLOCK_FP8 | {"weight_block_size": None}, "weight_block_size"),
+        (BLOCK_FP8 | {"activation_scheme": "static"}, "activation_scheme"),
+        (edited(INT4, symmetric=False), "symmetric"),
+        (edited(INT4, group_size=16), "group_size=16"),
+        (edited(INT4, num_bits=8), "8 bits"),
+        (edited(INT4, actorder="group"), "actorder"),
+        (LAYOUTS[INT4][0] | {"format": "marlin-24"}, "marlin-24"),
+        (LAYOUTS[INT4][0] | {"config_groups": {"a": {}, "b": {}}}, "config_groups"),
+        (LAYOUTS[INT4][0] | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_refused_by_its_key(
+    config: dict[str, Any], cause: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, WEIGHTS, quantization_config=config)
+    with pytest.raises(UnsupportedError, match=cause):
+        load(folder)
