@@ -1,6 +1,7 @@
 """What is wrong with a request is a 400 that names the parameter; the server is alive after it."""
 
 import json
+import time
 
 import openai
 import pytest
@@ -97,7 +98,9 @@ NUMBERS = [
     ("frequency_penalty", 3, "at most 2"),
     ("presence_penalty", -3, "at least -2"),
     ("n", 0, "at least 1"),
-    ("n", 10**6, "at most"),
+    ("n", 129, "at most 128"),
+    ("logit_bias", {str(i): 1 for i in range(1025)}, "at most 1024 entries"),
+    ("stop_token_ids", [5] * 1025, "at most 1024 entries"),
     ("seed", 2**64, "64 bits"),
     ("seed", -(2**63) - 1, "64 bits"),
     ("seed", 1.5, "integer"),
@@ -116,7 +119,9 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("param", "value", "words"), NUMBERS)
+@pytest.mark.parametrize(
+    ("param", "value", "words"), NUMBERS, ids=[f"{p}={str(v)[:20]}" for p, v, _ in NUMBERS]
+)
 async def test_values_out_of_range_name_the_parameter(tiny, param, value, words):
     await refused(tiny, "/v1/completions", COMPLETION | {param: value}, param, words)
     await refused(tiny, "/v1/chat/completions", CHAT | {"max_tokens": 16, param: value}, param)
@@ -242,6 +247,25 @@ async def test_what_changes_the_answer_and_is_not_there_is_refused(tiny):
         {"parallel_tool_calls": False, "store": True},
     ):
         assert (await tiny.post("/v1/chat/completions", **CHAT, **extra)).status_code == 200
+
+
+async def test_long_nonsense_is_refused_fast_and_in_few_words(tiny):
+    long = "x" * 4_000_000
+    for path, body in [
+        ("/v1/completions", COMPLETION | {long: 1}),
+        ("/v1/completions", COMPLETION | {"model": long}),
+        ("/v1/completions", COMPLETION | {"prompt": [long, {"a": long}]}),
+        ("/v1/completions", COMPLETION | {"prompt": [["a", long]]}),
+        ("/v1/completions", COMPLETION | {"stream_options": {long: 1}}),
+        ("/v1/completions", COMPLETION | {"logit_bias": {long: 1}}),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": long}]}),
+        ("/v1/chat/completions", CHAT | {"response_format": {"type": long}}),
+    ]:
+        start = time.monotonic()
+        response = await tiny.http.post(path, json=body)
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 1000
+        assert time.monotonic() - start < 2.0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,16 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -256,6 +265,20 @@ def test_bos_is_put_before_plain_prompts_only_and_doubling_is_seen():
     assert doubled == [BOS, BOS, *b"hi"]
     assert tokenizer.starts_with_two_bos(doubled)
     assert not tokenizer.starts_with_two_bos(tokenizer.encode("<s>hi"))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(max_size=40))
+def test_no_text_has_more_characters_than_its_tokens_can_hold(text):
+    plain = byte_tokenizer()
+    backend = byte_backend()
+    backend.normalizer = normalizers.Sequence([normalizers.NFC()])
+    composing = Tokenizer(backend, named={})
+    for tokenizer in (plain, composing):
+        assert len(text) <= tokenizer.most_chars(len(tokenizer.encode(text)))
+    assert composing.most_chars(1) == 4 * plain.most_chars(1)
+    backend.normalizer = normalizers.Strip()
+    assert Tokenizer(backend, named={}).most_chars(1) == float("inf")
 
 
 def test_a_decoder_that_we_cannot_follow_is_refused():

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
+import tokenizers.models
 
 from bifolio.errors import ConfigError
 
@@ -55,11 +57,17 @@ class Tokenizer:
         self._later = _continuing(backend) or backend
         self._specials = {token.content: i for i, token in added.items() if token.special}
         self._added = {i: token.content for i, token in added.items()}
-        self._special_pattern = _pattern([t for t in added.values() if t.special])
+        self._special_pattern = _pattern(self._specials)
+        self._left_strippers = {token.content for token in added.values() if token.lstrip}
+        self._right_strippers = {token.content for token in added.values() if token.rstrip}
         self._byte_level = _is_byte_level(decoder)
         self._strips_space = _strips_first_space(decoder)
         self._bytes: dict[int, bytes] = {}
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self._token_chars = max(map(len, vocab)) * _shrinkage(_settings(backend.normalizer))
+        if self._left_strippers or self._right_strippers or _fuses_unknown(backend.model):
+            self._token_chars = math.inf
         self.special_ids = frozenset(self._specials.values())
         self.named = dict(named)
         self.stop_ids = frozenset(stop_ids)
@@ -83,14 +91,26 @@ class Tokenizer:
         ids = list(self.prefix) if add_special_tokens else []
         start = 0
         for match in self._special_pattern.finditer(text) if self._specials else ():
-            ids += self._plain(text, start, match.start(), guard)
-            found = match.group()
-            ids.append(self._specials[found if found in self._specials else found.strip()])
+            found, end = match.group(), match.start()
+            if end < start:  # the token before swallowed the space that this one begins with
+                continue
+            if found in self._left_strippers:
+                while end > start and text[end - 1].isspace():
+                    end -= 1
+            ids += self._plain(text, start, end, guard)
+            ids.append(self._specials[found])
             start = match.end()
+            if found in self._right_strippers:
+                while start < len(text) and text[start].isspace():
+                    start += 1
         ids += self._plain(text, start, len(text), guard)
         if add_special_tokens:
             ids += self.suffix
         return ids
+
+    def most_chars(self, tokens: int) -> float:
+        """A length that no text of so many tokens exceeds; infinite where we cannot tell."""
+        return tokens * self._token_chars
 
     def starts_with_two_bos(self, ids: Sequence[int]) -> bool:
         """Whether BOS was written twice, by a template or user and by the tokenizer."""
@@ -139,17 +159,9 @@ class Tokenizer:
         return ids
 
 
-def _pattern(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str]:
-    """Finds special tokens, the longest first, with the space around that some of them swallow."""
-    texts = sorted(tokens, key=lambda token: -len(token.content))
-    return re.compile(
-        "|".join(
-            (r"\s*" if token.lstrip else "")
-            + re.escape(token.content)
-            + (r"\s*" if token.rstrip else "")
-            for token in texts
-        )
-    )
+def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds special tokens, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
@@ -173,6 +185,29 @@ def _parts(step: Any) -> list[dict[str, Any]]:
         return []
     inner = step.get("pretokenizers") or step.get("decoders")
     return [part for item in inner for part in _parts(item)] if inner else [step]
+
+
+def _shrinkage(normalizer: Any) -> float:
+    """How many characters of a text may become one before it is cut into tokens."""
+    if normalizer is None:
+        return 1
+    match normalizer["type"]:
+        case "Sequence":
+            return math.prod(map(_shrinkage, normalizer["normalizers"]))
+        case "Prepend":
+            return 1
+        case "Replace" if len(normalizer["pattern"].get("String", "")) == 1:
+            return 1
+        case "NFC":
+            return 4  # the longest canonical decomposition of one character
+    return math.inf
+
+
+def _fuses_unknown(model: tokenizers.models.Model) -> bool:
+    """Whether one unknown token may stand for any number of characters."""
+    if not isinstance(model, tokenizers.models.BPE):
+        return True
+    return bool(model.fuse_unk and not model.byte_fallback)
 
 
 def _continuing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:

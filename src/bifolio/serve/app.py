@@ -32,6 +32,7 @@ from bifolio.serve.protocol import (
     TokenizeBody,
     parse_body,
     refuse_extras,
+    shown,
 )
 from bifolio.serve.service import Service
 from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
@@ -224,7 +225,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> Response:
         """The same by its name."""
         if name != service.model:
-            raise RequestError(f"no model {name!r} here", "model", MODEL_NOT_FOUND)
+            raise RequestError(f"no model {shown(name)} here", "model", MODEL_NOT_FOUND)
         return _json(card)
 
 

@@ -17,7 +17,7 @@ from bifolio.errors import RequestError
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
-from bifolio.serve.protocol import CompletionBody, checked_logprobs
+from bifolio.serve.protocol import CompletionBody, checked_logprobs, shown
 from bifolio.serve.service import Service
 from bifolio.serve.streams import EventStream, while_connected
 
@@ -60,12 +60,13 @@ async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]
     found = []
     for item in prompt:
         if isinstance(item, str):
+            service.check_chars(item, "prompt")
             ids = await service.encode(item, add_special_tokens=add)
             found.append(_Prompt(ids, len(service.tokenizer.prefix) if add else 0))
         elif isinstance(item, list):
             found.append(_Prompt(service.check_ids(item, "prompt")))
         else:
-            raise RequestError(f"prompt: {item!r} is neither a text nor token ids", "prompt")
+            raise RequestError(f"prompt: {shown(item)} is neither a text nor token ids", "prompt")
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from bifolio.engine.chat_template import Message
 from bifolio.errors import RequestError
+from bifolio.serve.protocol import shown
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAY_BE_SILENT = ("assistant", "tool", "function")
@@ -32,7 +33,7 @@ def _message(message: Mapping[str, Any], place: str) -> Message:
     role = message.get("role")
     if role not in _ROLES:
         raise RequestError(
-            f"{place}.role: {role!r} is none of {', '.join(_ROLES)}", f"{place}.role"
+            f"{place}.role: {shown(role)} is none of {', '.join(_ROLES)}", f"{place}.role"
         )
     content = message.get("content")
     if content is None and role not in _MAY_BE_SILENT:
@@ -55,7 +56,7 @@ def _text(content: Any, place: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            what = f"parts of type {kind!r} are not supported" if kind else "must be a part"
+            what = f"parts of type {shown(kind)} are not supported" if kind else "must be a part"
             raise RequestError(
                 f"{place}[{i}]: {what}; send {{'type': 'text', 'text': …}}", f"{place}[{i}]"
             )

@@ -120,8 +120,9 @@ class Generation:
         self._requests: list[Request] = []
         self._choices: dict[str, _Choice] = {}
         named_stops = frozenset(body.stop_token_ids or ())
+        stops = body.stops
+        sampling[0].check(engine.hello.vocab)  # the others differ in seeds and lengths only
         for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            params.check(engine.hello.vocab)
             for j in range(n):
                 index = i * n + j
                 name = f"{request_id}-{index}"
@@ -131,7 +132,7 @@ class Generation:
                 )
                 detokenizer = Detokenizer(
                     tokenizer,
-                    body.stops,
+                    stops,
                     skip_special_tokens=body.skip_special_tokens is not False,
                     include_stop=bool(body.include_stop_str_in_output),
                     min_tokens=params.min_tokens,

@@ -19,9 +19,15 @@ from bifolio.request import MAX_LOGPROBS, SamplingParams
 MAX_CHOICES = 1024
 """Prompts times `n` in one request."""
 
+MAX_N = 128
+MAX_IDS = 1024
+"""Entries of `logit_bias` and of `stop_token_ids`."""
+
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
+
+_SHOWN_CHARS = 80
 
 _HARMLESS = frozenset(
     (
@@ -117,8 +123,8 @@ class GenerationBody(_Named):
     def choices(self) -> int:
         """Answers to each prompt."""
         n = 1 if self.n is None else self.n
-        if not 1 <= n <= MAX_CHOICES:
-            raise RequestError(f"n: {n} must be at least 1 and at most {MAX_CHOICES}", "n")
+        if not 1 <= n <= MAX_N:
+            raise RequestError(f"n: {n} must be at least 1 and at most {MAX_N}", "n")
         return n
 
     @property
@@ -161,6 +167,9 @@ class GenerationBody(_Named):
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Parameters for the engine; `stop_ids` are the tokenizer's own end tokens."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            if ids and len(ids) > MAX_IDS:
+                raise RequestError(f"{name}: at most {MAX_IDS} entries, not {len(ids)}", name)
         own = () if self.ignore_eos else stop_ids
         return SamplingParams(
             max_tokens=max_tokens,
@@ -230,7 +239,8 @@ class ChatBody(GenerationBody):
         kind = (self.response_format or {}).get("type", "text")
         if kind != "text":
             raise RequestError(
-                f"response_format: {kind!r} is not supported yet, only 'text'", "response_format"
+                f"response_format: {shown(kind)} is not supported yet, only 'text'",
+                "response_format",
             )
         if self.tool_choice not in (None, "none", "auto") or (
             self.tools and self.tool_choice != "none"
@@ -288,7 +298,8 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     name = str(first["loc"][0])
     words = dict.fromkeys(_lower(item["msg"]) for item in items if item["loc"][0] == name)
     place = [str(part) for part in first["loc"] if part != "str" and not str(part).startswith("[")]
-    raise RequestError(f"{'.'.join(place)}: {' or '.join(words)}", name)
+    where = ".".join(place)[:_SHOWN_CHARS]
+    raise RequestError(f"{where}: {' or '.join(words)}", name[:_SHOWN_CHARS])
 
 
 def refuse_extras(body: BaseModel) -> None:
@@ -300,9 +311,16 @@ def refuse_extras(body: BaseModel) -> None:
             raise RequestError(
                 f"{name} is not supported; leave it out", name, "unsupported_parameter"
             )
-        near = difflib.get_close_matches(name, type(body).model_fields, 1)
+        short = name[:_SHOWN_CHARS]
+        near = difflib.get_close_matches(short, type(body).model_fields, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise RequestError(f"unknown parameter {name!r}{hint}", name, "unknown_parameter")
+        raise RequestError(f"unknown parameter {short!r}{hint}", short, "unknown_parameter")
+
+
+def shown(value: Any) -> str:
+    """A client's value for an error text: its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
 
 
 def _default(value: float | None, default: float) -> float:

@@ -17,7 +17,7 @@ from bifolio.errors import EngineDeadError, RequestError
 from bifolio.serve.conversation import read_messages
 from bifolio.serve.failures import MODEL_NOT_FOUND
 from bifolio.serve.metrics import Metrics
-from bifolio.serve.protocol import ChatBody, TokenizeBody
+from bifolio.serve.protocol import ChatBody, TokenizeBody, shown
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,19 @@ class Service:
             raise EngineDeadError("the server is shutting down")
         if model is not None and model != self.model:
             raise RequestError(
-                f"the model {model!r} does not exist here; this server has {self.model!r}",
+                f"the model {shown(model)} does not exist here; this server has {self.model!r}",
                 "model",
                 MODEL_NOT_FOUND,
+            )
+
+    def check_chars(self, text: str, param: str) -> None:
+        """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
+        limit = self.engine.hello.max_model_len
+        if len(text) > self.tokenizer.most_chars(limit):
+            raise RequestError(
+                f"{param}: {len(text)} characters are more than a context of {limit} tokens holds",
+                param,
+                CONTEXT_EXCEEDED,
             )
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -91,6 +101,7 @@ class Service:
                 continue_final_message=bool(body.continue_final_message),
                 variables=body.chat_template_kwargs,
             )
+            self.check_chars(prompt.text, "messages")
             return self.tokenizer.encode(prompt.text, guard=prompt.guard)
 
         ids = await self._work(size, work)
@@ -103,7 +114,9 @@ class Service:
         vocab = self.engine.hello.vocab
         for token in ids:
             if type(token) is not int or not 0 <= token < vocab:
-                raise RequestError(f"{param}: {token!r} is no token id (0 to {vocab - 1})", param)
+                raise RequestError(
+                    f"{param}: {shown(token)} is no token id (0 to {vocab - 1})", param
+                )
         return list(ids)
 
     def answer_length(
