@@ -13,6 +13,7 @@ import pytest
 import torch
 from layouts import BLOCK_FP8, LAYOUTS, fused, quantised
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from bifolio.errors import BifolioError, CheckpointError, UnsupportedError
 from bifolio.formats import PrecisionPlan
@@ -112,6 +113,19 @@ def test_a_model_that_sees_is_served_by_its_language_part(tmp_path: Path) -> Non
         load(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
+def test_what_transformers_saves_is_read(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Its own `config.json`, names and types; numbers in bf16 are exact in fp32."""
+    folder = write_model(tmp_path / "ours", tiny_config(family), tokenizer=False)
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    judge.save_pretrained(tmp_path / "saved")
+    ours = logits(load(tmp_path / "saved"))
+    with torch.no_grad():
+        wanted = judge.eval().float()(torch.tensor([list(range(100, 130))])).logits[0]
+    assert (ours - wanted).abs().max() < 1e-4
+
+
 Broken = dict[str, Tensor | None]
 INT4, FP8 = "int4 in groups of 32", "fp8 in blocks"
 
@@ -164,6 +178,7 @@ def edited(layout: str, **weights: Any) -> dict[str, Any]:
         (edited(INT4, num_bits=8), "8 bits"),
         (edited(INT4, actorder="group"), "actorder"),
         (LAYOUTS[INT4][0] | {"format": "marlin-24"}, "marlin-24"),
+        (LAYOUTS[INT4][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         (LAYOUTS[INT4][0] | {"config_groups": {"a": {}, "b": {}}}, "config_groups"),
         (LAYOUTS[INT4][0] | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ],

@@ -71,7 +71,8 @@ def _block_fp8(part: Fields) -> Quantization:
 
 def _compressed(part: Fields) -> Quantization:
     part.refuse_unless("kv_cache_scheme", (), "scales of the cache are not read")
-    part.refuse_unless("sparsity_config", ({},), "sparse weights are not read")
+    sparsity = part.part("sparsity_config")
+    sparsity.refuse_unless("format", ("dense",), "sparse weights are not read")
     groups = part.part("config_groups")
     if len(groups.keys()) != 1:
         raise UnsupportedError(
