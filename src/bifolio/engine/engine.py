@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -10,9 +11,10 @@ from bifolio.config import EngineConfig
 from bifolio.core import CacheManager, Limits, PagePool, Scheduler
 from bifolio.engine.messages import EngineStats, Hello
 from bifolio.errors import ConfigError, RequestError
-from bifolio.formats import Phase
+from bifolio.formats import Phase, PhasePlan, PrecisionPlan
 from bifolio.kernels.choose import KernelSet, choose
 from bifolio.models.loader import LoadedModels, load_models
+from bifolio.models.precision import as_stored_fast
 from bifolio.models.source import resolve_source
 from bifolio.request import Output, Request
 from bifolio.runtime.pool import KVPool
@@ -57,8 +59,10 @@ class Engine:
             config.plan,
             self.kernels.ops,
             positions=self.max_model_len,
+            auto=as_stored_fast,
             progress=lambda done, total: progress("weights", done, total),
         )
+        self.plan = _in_fact(config.plan, self.models)
         self.pool = KVPool(page, pages)
         self._page_pool = PagePool(pages)
         limits = Limits(
@@ -67,6 +71,7 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             max_waiting=config.max_waiting,
         )
+        _warn_of_unit_scales(page)
         self.scheduler = Scheduler(self._cache_manager(page), limits, self.spec.stop_ids)
         self.runner = ModelRunner(
             _runnable(self.models, self.kernels),
@@ -79,7 +84,7 @@ class Engine:
 
     def _cache_manager(self, page: PageSpec) -> CacheManager:
         def writer(phase: Phase) -> int:
-            plan, kernels = self._config.plan.phase(phase), str(self.kernels.ops.name)
+            plan, kernels = self.plan.phase(phase), self.kernels.ops.name
             return writer_fingerprint(
                 self.models.identity, f"{plan.weights} {kernels}", str(plan.head), page, "one", 0
             )
@@ -140,7 +145,7 @@ class Engine:
             page_size=self.pool.spec.page_size,
             pages=self.pool.pages,
             page_bytes=self.pool.spec.page_bytes,
-            plan=str(self._config.plan),
+            plan=str(self.plan),
             kernels=str(self.kernels),
             boot_epoch=self._page_pool.epoch,
         )
@@ -183,6 +188,25 @@ def _model_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int) -> int:
             "that the model knows; ask for less"
         )
     return config.max_model_len or min(spec.max_position, pool_tokens)
+
+
+def _warn_of_unit_scales(page: PageSpec) -> None:
+    if page.cache.static_scales:
+        log.warning(
+            "the fp8 cache has no calibrated scales, so 1.0 is used",
+            cure="compare its answers with cache=bf16 first, or take cache=fp8:token",
+        )
+
+
+def _in_fact(plan: PrecisionPlan, models: LoadedModels) -> PrecisionPlan:
+    """The plan with the formats that the weights have been given: `auto` is resolved."""
+
+    def side(phase: Phase) -> PhasePlan:
+        decoder = models.phase(phase).decoder
+        weights, head = decoder.layers[-1].attention.output.format, decoder.head.format
+        return PhasePlan(weights, plan.phase(phase).cache, head if head != weights else None)
+
+    return replace(plan, prefill=side(Phase.PREFILL), decode=side(Phase.DECODE))
 
 
 def _runnable(models: LoadedModels, kernels: KernelSet) -> dict[Phase, Model]:

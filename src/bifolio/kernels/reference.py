@@ -125,7 +125,8 @@ def round_activations(x_tk: Tensor, fmt: WeightFormat) -> Tensor:
     """What a weight of this format meets: x rounded to int8 codes, to bf16, or x itself."""
     if fmt.int8_activations:
         k, group = x_tk.shape[-1], fmt.activation_group
-        parts = torch.nn.functional.pad(x_tk, (0, -k % group)).unflatten(-1, (-1, group))
+        padded = torch.nn.functional.pad(x_tk, (0, -k % group))
+        parts = padded.reshape(*padded.shape[:-1], -1, group)
         absmax = parts.abs().amax(dim=-1, keepdim=True)
         inverse = torch.where(absmax < _LEAST_ABSMAX, 0.0, _INT8_MAX / absmax)
         rounded = torch.round(parts * inverse) * (absmax / _INT8_MAX)
