@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from bifolio.errors import UnsupportedError
 from bifolio.kernels.arena import Arena
-from bifolio.kernels.grouped import GroupedOps
 from bifolio.kernels.latent import LatentOps
 from bifolio.kernels.memory import Region
 from bifolio.kernels.native_attention import AttentionOps
+from bifolio.kernels.native_grouped import NativeGroupedOps
 from bifolio.kernels.native_linear import LinearOps
 from bifolio.kernels.native_sampling import SamplingOps
 
@@ -40,7 +40,7 @@ class Tape:
         self._runtime.replay(self._calls)
 
 
-class NativeOps(LinearOps, AttentionOps, SamplingOps, GroupedOps, LatentOps):
+class NativeOps(LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, LatentOps):
     """Implements `Ops` on the CPU with kernels picked once for this processor.
 
     `threads` counts the calling thread. `isa` is `auto`, `portable`, `avx2` or `avx512`; without

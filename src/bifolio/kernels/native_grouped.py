@@ -1,0 +1,71 @@
+"""Linear layers with many weights on the native kernels: one result, one workspace, many calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bifolio.kernels.arena import Arena
+from bifolio.kernels.native_linear import NativeWeight
+from bifolio.kernels.ops import Groups, Norm, Weight
+
+if TYPE_CHECKING:
+    from bifolio import _native
+
+_FLOAT_BYTES = 4
+
+
+class NativeGroupedOps:
+    """The part of `NativeOps` that groups rows by their weight."""
+
+    _runtime: _native.Runtime
+    _arena: Arena
+
+    def grouped_linear(
+        self,
+        x_sk: Tensor,
+        weights: Sequence[Weight],
+        groups: Groups,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """See `Ops.grouped_linear`. Each group's rows go in and out in place, without a copy."""
+        assert x_sk.is_contiguous() and not (gated and norm)
+        own = [weights[member] for member in groups.members]
+        y_sn = self._arena.take(x_sk.shape[0], own[0].n)
+        spans = list(pairwise(groups.borders))
+        sizes = [
+            self._runtime.linear_workspace(_native_weight(weight).layout, end - start, gated)
+            for weight, (start, end) in zip(own, spans, strict=True)
+        ]
+        workspace = self._arena.take(max(sizes), dtype=torch.uint8).data_ptr()
+        x_row, y_row = x_sk.stride(0) * _FLOAT_BYTES, y_sn.stride(0) * _FLOAT_BYTES
+        x, y = x_sk.data_ptr(), y_sn.data_ptr()
+        gain, eps = (0, 0.0) if norm is None else (norm.gain_h.data_ptr(), norm.eps)
+        for weight, (start, end) in zip(own, spans, strict=True):
+            one = _native_weight(weight)
+            assert x_sk.shape[1] == one.k * (2 if gated else 1) and one.n == y_sn.shape[1]
+            self._runtime.linear(
+                layout=one.layout,
+                packed=one.packed.data_ptr(),
+                x=x + start * x_row,
+                gain=gain,
+                bias=0 if one.bias_n is None else one.bias_n.data_ptr(),
+                residual=0,
+                y=y + start * y_row,
+                workspace=workspace,
+                t=end - start,
+                eps=eps,
+                gated=gated,
+            )
+        return y_sn
+
+
+def _native_weight(weight: Weight) -> NativeWeight:
+    assert isinstance(weight, NativeWeight), "a weight prepared by another kernel set"
+    return weight
