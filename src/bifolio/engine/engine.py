@@ -14,7 +14,6 @@ from bifolio.errors import ConfigError, RequestError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan
 from bifolio.kernels.choose import KernelSet, choose
 from bifolio.models.loader import LoadedModels, load_models
-from bifolio.models.precision import as_stored_fast
 from bifolio.models.source import resolve_source
 from bifolio.request import Output, Request
 from bifolio.runtime.pool import KVPool
@@ -59,7 +58,6 @@ class Engine:
             config.plan,
             self.kernels.ops,
             positions=self.max_model_len,
-            auto=as_stored_fast,
             progress=lambda done, total: progress("weights", done, total),
         )
         self.plan = _in_fact(config.plan, self.models)

@@ -12,18 +12,8 @@ from bifolio.quant import decode, encode
 
 
 def as_stored(stored: WeightFormat) -> WeightFormat:
-    """Quantised weights keep their own bits, floats become bf16."""
+    """The policy for `weights=auto`: quantised weights keep their own bits, floats become bf16."""
     return BF16 if stored.number is Number.FP32 else stored
-
-
-def as_stored_fast(stored: WeightFormat) -> WeightFormat:
-    """The policy for `weights=auto`: as stored, integers with int8 activations.
-
-    Integer codes lose little more by it and multiply at twice the speed (`docs/formats.md`); a
-    plan that names the format without `:a8` keeps bf16 activations.
-    """
-    integers = stored.number in (Number.INT4, Number.INT8)
-    return replace(stored, int8_activations=True) if integers else as_stored(stored)
 
 
 def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:
