@@ -1,10 +1,11 @@
 """Who is admitted next: tenants share by tokens, each tenant's requests are served in order.
 
 Every tenant (cache salt) has an account of the tokens computed for it; the one with the lowest
-account goes first. A clock of virtual time advances with all accounts together, by the tokens
-charged over the number of tenants. A tenant that comes back from having nothing to do starts at
-that clock: it neither saves up a claim while it is away, nor can an endless stream of new tenants
-keep one that waits from its turn, since they start ever later.
+account goes first. A clock of virtual time runs at the pace of an account whose owner always has
+something waiting: by the tokens charged to anybody over the number of tenants that wait. A tenant
+that comes back from having nothing waiting starts at that clock: it neither saves up a claim
+while it is away, nor can an endless stream of new tenants keep one that waits from its turn, since
+they start ever later.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class FairQueue:
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._virtual = 0.0
+        self._backlogged = 0
+        """Tenants with a request waiting."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -53,16 +56,19 @@ class FairQueue:
         elif not tenant.waiting:
             tenant.account = max(tenant.account, self._virtual)
         tenant.members += 1
-        tenant.waiting.append(sequence)
-        self._size += 1
+        self._insert(tenant, len(tenant.waiting), sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """A preempted request waits before the others of its tenant, by arrival."""
-        waiting = self._tenants[sequence.salt].waiting
+        tenant = self._tenants[sequence.salt]
         place = 0
-        while place < len(waiting) and waiting[place].arrival < sequence.arrival:
+        while place < len(tenant.waiting) and tenant.waiting[place].arrival < sequence.arrival:
             place += 1
-        waiting.insert(place, sequence)
+        self._insert(tenant, place, sequence)
+
+    def _insert(self, tenant: _Tenant, place: int, sequence: Sequence) -> None:
+        self._backlogged += not tenant.waiting
+        tenant.waiting.insert(place, sequence)
         self._size += 1
 
     def head(self) -> Sequence | None:
@@ -74,7 +80,9 @@ class FairQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a request out of the line; its tenant still counts it until `leave`."""
-        self._tenants[sequence.salt].waiting.remove(sequence)
+        tenant = self._tenants[sequence.salt]
+        tenant.waiting.remove(sequence)
+        self._backlogged -= not tenant.waiting
         self._size -= 1
 
     def leave(self, sequence: Sequence) -> None:
@@ -87,11 +95,12 @@ class FairQueue:
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """Enter tokens computed for a request in its tenant's account."""
         self._tenants[sequence.salt].account += tokens
-        self._virtual += tokens / len(self._tenants)
+        self._virtual += tokens / max(1, self._backlogged)
 
     def check_invariants(self, running: dict[str, int]) -> None:
         """Assert sizes; `running` counts the running requests of each tenant."""
         assert self._size == sum(1 for _ in self)
+        assert self._backlogged == sum(1 for t in self._tenants.values() if t.waiting)
         for salt, tenant in self._tenants.items():
             assert tenant.members == len(tenant.waiting) + running.get(salt, 0) > 0
             arrivals = [sequence.arrival for sequence in tenant.waiting]

@@ -97,7 +97,7 @@ class RadixTree:
         return node
 
     def unlock(self, cursor: Node) -> None:
-        """A request lets go of its cursor; its path counts as used now."""
+        """A request lets go of its cursor, which counts as used now; what is above outlives it."""
         assert cursor.locks > 0, "a cursor is unlocked more often than locked"
         cursor.locks -= 1
         self._clock += 1
@@ -152,7 +152,6 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
-        parent.last_used = max(parent.last_used, node.last_used)
         self._settle(parent)
 
     def _drop(self, node: Node) -> None:

@@ -176,8 +176,6 @@ class Scheduler:
         if len(self._running) == 1:
             self._exhausted(sequence)
             return False
-        if victim.planned and victim.row is not None:
-            self._budget += len(victim.row.token_ids)
         self._preempt(victim)
         return victim is not sequence
 

@@ -114,8 +114,6 @@ class Sequence:
             row.logits_from = min(row.logits_from, max(start, len(self.prompt_logprobs)))
         row.reused_pages = self.reused_pages
         self.reused_pages = 0
-        self.lost_tokens = 0
-        """Tokens that had been computed when the request was preempted the last time."""
         self.planned = True
         return row
 

@@ -88,6 +88,14 @@ def test_room_is_made_by_evicting_and_never_at_the_cost_of_a_request() -> None:
     cache.check_invariants([live, other])
 
 
+def test_room_that_cannot_be_made_costs_nobody_a_cached_page() -> None:
+    cache = manager(pages=6)
+    cache.release(written(cache, [1] * 8))
+    live = written(cache, [2] * 16)
+    assert not cache.reserve(live, 32)
+    assert (cache.pool.cached, cache.tree.evictions) == (2, 0)
+
+
 def test_a_page_that_only_a_twin_keeps_locked_can_still_be_had() -> None:
     cache = manager(pages=4)
     tokens = list(range(8))

@@ -7,7 +7,8 @@ from zlib import crc32
 
 import pytest
 
-from bifolio.core import CacheManager, Limits, PagePool, RowResult, Scheduler, Step
+from bifolio.core import CacheManager, Limits, PageFault, PagePool, RowResult, Scheduler, Step
+from bifolio.core.sequence import Sequence
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.request import ErrorCode, FinishReason, Request, SamplingParams
 from bifolio.testing.rig import Rig
@@ -189,6 +190,23 @@ def test_prompt_logprobs_are_computed_anew_however_warm_the_cache() -> None:
         assert answer.cached_tokens == 0
 
 
+@pytest.mark.parametrize("prompt", [13, 17, 18, 22])
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(prompt: int) -> None:
+    model = ScriptedModel()
+    limits = Limits(max_model_len=32, max_num_seqs=2, max_step_tokens=2)
+    rig = Rig(pages=3 + -(-prompt // 4), model=model, limits=limits)
+    old = ask("old", 4, 24, ignore_eos=True)
+    new = ask("new", prompt, 2, prompt_logprobs=1)
+    rig.add(old, new)
+    while not rig.scheduler.stats().preemptions:
+        assert rig.step(), "the pool was meant to be too small"
+    assert not rig.answers["new"].tokens
+    rig.run()
+    for request in (old, new):
+        assert rig.answers[request.id].tokens == model.expected_answer(request)
+    assert rig.answers["new"].prompt_logprobs == model.expected_prompt_logprobs(new)
+
+
 def test_prompt_logprobs_of_a_single_token_are_one_null() -> None:
     (answer,) = Rig().run(ask("a", [3], 2, prompt_logprobs=0))
     assert answer.prompt_logprobs == [None]
@@ -257,6 +275,21 @@ def test_a_full_queue_asks_to_come_back_later() -> None:
     assert refused.value.retry_after >= 1.0
     assert scheduler.schedule() is not None
     scheduler.add(ask("c"))
+
+
+def test_the_wait_asked_for_follows_the_pace_at_which_requests_end() -> None:
+    clock = Clock()
+    scheduler = make_scheduler(clock=clock, max_waiting=1, max_num_seqs=1)
+    waits = []
+    for i in range(40):
+        scheduler.add(ask(f"in{i}", 4, 1))
+        with pytest.raises(OverloadedError) as refused:
+            scheduler.add(ask("out"))
+        waits.append(refused.value.retry_after)
+        clock.now += 9.0
+        list(steps(scheduler))
+    assert waits[0] == 1.0
+    assert waits[-1] == pytest.approx(9.0, rel=0.01)
 
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────
@@ -354,6 +387,19 @@ def test_a_result_of_an_earlier_life_of_the_same_id_is_dropped() -> None:
     assert step.rows[0].generation > old
 
 
+def test_a_row_of_an_earlier_admission_changes_nothing() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(ask("a", [1, 2, 3], 4))
+    step = scheduler.schedule()
+    assert step is not None
+    step.rows[0].generation -= 1
+    assert scheduler.commit(step, results(step, token=9)) == []
+    scheduler.check_invariants()
+    step = scheduler.schedule()
+    assert step is not None
+    assert (step.rows[0].start, step.rows[0].output_ids) == (0, [])
+
+
 def test_a_step_that_the_runner_could_not_execute_ends_its_requests_only() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in ("a", "b", "waits"):
@@ -408,6 +454,57 @@ def test_tenants_share_by_tokens_and_not_by_requests() -> None:
     assert 2 <= sum(bigs) <= 6, "40 small requests weigh as much as 4 big ones"
 
 
+def test_long_answers_weigh_as_much_as_long_prompts() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, pages=64)
+    for i in range(40):
+        scheduler.add(ask(f"long{i}", 4, 36, salt="long"))
+        scheduler.add(ask(f"short{i}", 3, 1, salt="short"))
+    order = admitted(scheduler)
+    longs = [name.startswith("long") for name in order[: order.index("short39")]]
+    assert 2 <= sum(longs) <= 6, "40 short answers weigh as much as 4 long ones"
+
+
+def test_every_token_is_charged_once_also_to_those_who_are_preempted() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, pages=8)
+    charged = 0
+    enter = scheduler._queue.charge
+
+    def charge(sequence: Sequence, tokens: int) -> None:
+        nonlocal charged
+        charged += tokens
+        enter(sequence, tokens)
+
+    scheduler._queue.charge = charge  # type: ignore[method-assign]
+    for i in range(6):
+        scheduler.add(ask(f"r{i}", 4, 20))
+    list(steps(scheduler))
+    stats = scheduler.stats()
+    assert stats.preemptions
+    # What is computed is charged at admission; a sampled token when its request stops running,
+    # although the last one of each request is never computed.
+    assert charged >= stats.computed_tokens
+    resumed = charged - 6 * 4 - stats.generated_tokens
+    assert 0 < resumed <= stats.replayed_tokens + stats.preemptions
+
+
+def test_a_tenant_saves_up_no_claim_while_nothing_of_it_waits() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_model_len=1000, pages=256)
+    scheduler.add(ask("quiet", 4, 200, salt="quiet"))
+    for i in range(60):
+        scheduler.add(ask(f"busy{i}", 4, 4, salt="busy"))
+    order: list[str] = []
+    while len(order) < 30:
+        step = scheduler.schedule()
+        assert step is not None
+        order += [o.id for o in scheduler.commit(step, results(step)) if o.finish]
+    for i in range(20):
+        scheduler.add(ask(f"burst{i}", 4, 4, salt="quiet"))
+    order = admitted(scheduler)
+    order = order[order.index("burst0") : order.index("burst0") + 20]
+    busy = sum(name.startswith("busy") for name in order)
+    assert 8 <= busy <= 12, "from now on both have the same right"
+
+
 def test_an_endless_stream_of_new_tenants_does_not_starve_one_that_waits() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     for i in range(3):
@@ -459,6 +556,21 @@ def test_a_stall_is_reported_while_work_waits_and_only_then() -> None:
     list(steps(scheduler))
     clock.now = 1000.0
     assert scheduler.stalled() is None
+
+
+def test_steps_that_compute_nothing_are_no_progress() -> None:
+    clock = Clock()
+    scheduler = make_scheduler(clock=clock, stall_seconds=10.0, max_num_seqs=1)
+    for i in range(8):
+        scheduler.add(ask(str(i)))
+    for _ in range(4):
+        step = scheduler.schedule()
+        assert step is not None and scheduler.stalled() is None
+        clock.now += 3.0
+        (row,) = step.rows
+        fault = PageFault(row.page_ids[0], row.tags[0], 0)
+        scheduler.commit(step, [RowResult(fault=fault)])
+    assert scheduler.stalled() is not None
 
 
 def test_stats_count_what_happened() -> None:

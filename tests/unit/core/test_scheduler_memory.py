@@ -53,6 +53,36 @@ def test_a_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
     rig.check_idle()
 
 
+def blocked_head() -> Rig:
+    """One request runs; the next does not fit beside it, the one behind that would."""
+    rig = Rig(pages=16, limits=Limits(max_model_len=64, max_num_seqs=4, max_step_tokens=64))
+    rig.add(ask("runs", own_prompt(1, 8), 30))
+    rig.step()
+    rig.add(ask("large", own_prompt(2, 56), 8), ask("small", own_prompt(3, 4), 4))
+    rig.step()
+    assert rig.scheduler.stats().waiting == 2
+    return rig
+
+
+def test_when_the_head_of_the_queue_gives_up_the_next_takes_its_turn() -> None:
+    rig = blocked_head()
+    rig.abort("large")
+    rig.step()
+    assert rig.scheduler.stats().running == 2
+
+
+def test_a_blocked_head_costs_nothing_until_a_page_comes_free() -> None:
+    rig = blocked_head()
+    looked_up = []
+    match = rig.cache.tree.match
+    rig.cache.tree.match = lambda *key: looked_up.append(key) or match(*key)  # type: ignore
+    for _ in range(20):
+        rig.step()
+    assert not looked_up
+    rig.run()
+    assert all(answer.finish is FinishReason.LENGTH for answer in rig.answers.values())
+
+
 @pytest.mark.parametrize("two_writers", [False, True])
 def test_a_pool_too_small_for_all_serves_them_in_bounded_work(two_writers: bool) -> None:
     model = ScriptedModel(decode_writer=2 if two_writers else 1)
@@ -97,6 +127,22 @@ def test_the_latest_arrival_is_preempted_and_the_oldest_never_is() -> None:
     assert len(generations["old"]) == 1
     assert len(generations["new"]) >= 2
     assert all(len(answer.tokens) == 20 for answer in rig.answers.values())
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    rng = random.Random(7)
+    rig = Rig(pages=16, limits=Limits(max_model_len=64, max_num_seqs=6, max_step_tokens=64))
+    for i in range(60):
+        rig.add(ask(str(i), own_prompt(i, rng.randrange(1, 9)), rng.randrange(1, 48), str(i % 7)))
+    newest, preemptions = 0, 0
+    while (step := rig.schedule()) is not None:
+        generations = {row.generation for row in step.rows}
+        if rig.scheduler.stats().preemptions > preemptions:
+            preemptions = rig.scheduler.stats().preemptions
+            assert max(generations) <= newest
+        newest = max(newest, *generations)
+        rig.commit(step, rig.runner.execute(step))
+    assert preemptions >= 5, "the pool was meant to be too small"
 
 
 def test_a_preempted_request_is_resumed_before_later_ones_of_its_tenant() -> None:
