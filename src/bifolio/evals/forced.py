@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from bifolio.config import EngineConfig
 from bifolio.core.step import PageStamp, RowResult, Step, StepRow
 from bifolio.engine.engine import Engine
 from bifolio.errors import IntegrityError
+from bifolio.formats import PrecisionPlan
 from bifolio.request import SamplingParams
 from bifolio.runtime.batch import Segment
 from bifolio.runtime.sampler import Sampler
@@ -75,3 +77,10 @@ class ForcedText:
             self._keeper.kept.clear()
             if kept.shape[0]:
                 yield kept
+
+
+def scorer(model: str, plan: str, tokens: int) -> ForcedText:
+    """An engine of its own for a plan, with room for texts of `tokens` tokens."""
+    parsed = PrecisionPlan.parse(plan)
+    config = EngineConfig(model=model, plan=parsed, max_model_len=tokens, cache_memory=2**28)
+    return ForcedText(Engine(config))
