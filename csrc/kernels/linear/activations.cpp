@@ -235,14 +235,16 @@ int64_t RowShape::block_bytes(int64_t rows) const {
 
 int64_t RowShape::temporary_bytes() const { return aligned(3 * k_padded * 4); }
 
-RowBlock view_block(const RowShape& shape, int64_t rows, const uint8_t* block) {
-  const auto* sums = reinterpret_cast<const int32_t*>(block);
-  const int32_t* scales = sums + rows * shape.sums;
-  return {.words = scales + rows * shape.scales, .sums = sums, .scales = reinterpret_cast<const float*>(scales)};
+RowBlock view_block(const RowShape& shape, int64_t rows, uint8_t* block) {
+  auto* sums = reinterpret_cast<int32_t*>(block);
+  int32_t* scales = sums + rows * shape.sums;
+  return {.words = scales + rows * shape.scales,
+          .sums = sums,
+          .scales = reinterpret_cast<float*>(scales)};
 }
 
-RowBlock pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, int64_t count,
-                    int64_t rows, uint8_t* block, uint8_t* temporary) {
+void pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, int64_t count,
+                int64_t rows, uint8_t* block, uint8_t* temporary) {
   const RowBlock view = view_block(shape, rows, block);
   if (count < rows) std::memset(block, 0, static_cast<std::size_t>(shape.block_bytes(rows)));
   const Temporary memory(temporary, shape);
@@ -251,12 +253,11 @@ RowBlock pack_block(const LinearArgs& args, const RowShape& shape, int64_t first
   for (int64_t r = 0; r < count; ++r) {
     activate(args, args.x + (first + r) * width, memory.f);
     pack_row(args.layout, shape, memory,
-             {.words = const_cast<int32_t*>(view.words) + r,
-              .sums = const_cast<int32_t*>(view.sums) + r,
-              .scales = const_cast<float*>(view.scales) + r,
+             {.words = view.words + r,
+              .sums = view.sums + r,
+              .scales = view.scales + r,
               .rows = rows});
   }
-  return view;
 }
 
 }  // namespace bifolio::BIFOLIO_ISA

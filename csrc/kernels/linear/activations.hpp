@@ -20,10 +20,10 @@ struct RowShape {
 
 // Packs rows first … first + count - 1 of x (count <= rows) as a block of `rows` rows, the rest
 // zeros. `temporary` belongs to the calling thread.
-RowBlock pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, int64_t count,
-                    int64_t rows, uint8_t* block, uint8_t* temporary);
+void pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, int64_t count,
+                int64_t rows, uint8_t* block, uint8_t* temporary);
 
-// The view of a block that pack_block wrote.
-RowBlock view_block(const RowShape& shape, int64_t rows, const uint8_t* block);
+// Where the parts of a block lie.
+RowBlock view_block(const RowShape& shape, int64_t rows, uint8_t* block);
 
 }  // namespace bifolio::BIFOLIO_ISA

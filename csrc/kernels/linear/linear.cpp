@@ -77,7 +77,7 @@ class Product {
 
   // Blocks begin … end - 1 against one panel. Meanwhile the next panel comes into the cache, an
   // equal part of it with each block.
-  void multiply(int64_t panel, int64_t begin, int64_t end, const uint8_t* packed) const {
+  void multiply(int64_t panel, int64_t begin, int64_t end, uint8_t* packed) const {
     const uint8_t* weights = a_.packed + panel * panel_bytes_;
     Ahead ahead{.start = weights + panel_bytes_, .step = ceil_div(kLineBytes, end - begin)};
     alignas(64) float out[kMaxRows * kPanel];

@@ -23,9 +23,9 @@ inline constexpr int kMaxRows = kBlockRows[kBlockSizes - 1];
 
 // Activations of R rows, ready for the product: words interleaved by row.
 struct RowBlock {
-  const int32_t* words;   // [quads][words of a quad][R]
-  const int32_t* sums;    // [groups][R], [parts][R] if int8: corrections by sums of activations
-  const float* scales;    // [parts][R]: of int8 activations
+  int32_t* words;   // [quads][words of a quad][R]
+  int32_t* sums;    // [groups][R], [parts][R] if int8: corrections by sums of activations
+  float* scales;    // [parts][R]: of int8 activations
 };
 
 inline constexpr int64_t kLineBytes = 64;  // of the processor's caches
