@@ -18,10 +18,10 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g"
 
 def parse_bytes(text: str | int) -> int:
     """Read `256MiB`, `2GB`, `1.5g` (binary for bare letters) or a plain number of bytes."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if not match or match[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if not isinstance(text, str) or not match or match[2].lower() not in _UNITS:
         raise ConfigError(f"cannot read {text!r} as a size; write 256MiB, 2GB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
@@ -85,15 +85,22 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
     if file is not None:
         try:
             merged = tomllib.loads(file.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
     merged |= {key: value for key, value in options.items() if value is not None}
-    plan = PrecisionPlan.parse(*(merged.pop(key, None) for key in ("plan", "prefill", "decode")))
+    plan = PrecisionPlan.parse(*(_text(merged, key) for key in ("plan", "prefill", "decode")))
     engine = {key: merged.pop(key) for key in list(merged) if key in EngineConfig.model_fields}
     try:
         return ServerConfig(engine=EngineConfig(plan=plan, **engine), **merged)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
+
+
+def _text(merged: dict[str, Any], key: str) -> str | None:
+    value = merged.pop(key, None)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{key}: {value!r} is not a text such as 'int4:g32:a8/fp8'")
+    return value
 
 
 def _explain(error: ValidationError) -> str:

@@ -1,0 +1,92 @@
+"""Configuration resolves once into frozen values, or is refused with the key and the cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from bifolio.config import EngineConfig, parse_bytes, resolve
+from bifolio.errors import ConfigError
+from bifolio.formats import PrecisionPlan
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("256MiB", 256 * 2**20),
+        ("2GB", 2 * 10**9),
+        ("1.5g", 3 * 2**29),
+        ("64k", 64 * 2**10),
+        ("10 kb", 10_000),
+        ("0", 0),
+        ("4096", 4096),
+        (4096, 4096),
+    ],
+)
+def test_sizes_are_read_with_their_units(text: str | int, number: int) -> None:
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1.5.2g", "1 parsec", "1e9", -1, 1.5, True, None]
+)
+def test_a_size_that_cannot_be_read_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ConfigError, match="write 256MiB"):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+def test_options_go_where_they_belong() -> None:
+    config = resolve({"model": "m", "port": 9000, "cache_memory": "64MiB", "plan": "int8/fp8"})
+    assert (config.port, config.engine.model, config.engine.cache_memory) == (9000, "m", 2**26)
+    assert config.engine.plan == PrecisionPlan.parse("int8/fp8")
+
+
+def test_options_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "bifolio.toml"
+    file.write_text('model = "from-file"\nport = 1234\nprefill = "fp8/bf16"\n')
+    config = resolve({"model": "from-option", "port": None, "host": "::"}, file)
+    assert (config.engine.model, config.port, config.host) == ("from-option", 1234, "::")
+    assert str(config.engine.plan.prefill) == "fp8/bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model": "m", "prot": 1}, r"unknown configuration key 'prot'; known keys: .*port"),
+        ({}, r"model: Field required"),
+        ({"model": "m", "port": 70_000}, r"port: .*65535.*got 70000"),
+        ({"model": "m", "port": "web"}, r"port: .*integer.*got 'web'"),
+        ({"model": "m", "max_num_seqs": 0}, r"max_num_seqs: .*greater than or equal to 1"),
+        ({"model": "m", "kernels": "fast"}, r"kernels: .*'auto', 'native' or 'reference'"),
+        ({"model": "m", "cache_memory": "much"}, r"cannot read 'much' as a size"),
+        ({"model": "m", "plan": 8}, r"plan.*8.*text"),
+        ({"model": "m", "plan": "int3/bf16"}, r"unknown weight format 'int3'"),
+        ({"model": "m", "decode": "bf16/fp8"}, r"one cache pool.*--pools 1p1d"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_key_and_value(
+    options: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve(options)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        resolve({"model": "m"}, tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("model = \n")
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        resolve({}, broken)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.toml"):
+        resolve({}, binary)
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = EngineConfig(model="m")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model = "other"  # type: ignore[misc]
