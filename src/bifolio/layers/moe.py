@@ -20,9 +20,9 @@ class Router:
     """Chooses `top_k` experts for each token and weighs them, all in float32.
 
     The rules are those of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) for sigmoid scores and of
-    Qwen3 for softmax, step by step as the `transformers` package computes them. Experts come in
-    the order of their scores, equal ones by their number, so that a token's choice and the order
-    of its sum depend on the token alone.
+    DeepSeek-V2 and Qwen3 for softmax, step by step as the `transformers` package computes them.
+    Experts come in the order of their scores, equal ones by their number, so that a token's choice
+    and the order of its sum depend on the token alone.
     """
 
     weight: Weight
@@ -58,9 +58,11 @@ class Router:
         return chosen_tr, weights_tr * spec.scale
 
     def _best_groups(self, wanted_te: Tensor) -> Tensor:
-        """-inf for experts outside the `top_groups` groups whose two best sum to most."""
+        """-inf for experts outside the `top_groups` groups whose few best sum to most."""
         by_group = wanted_te.view(wanted_te.shape[0], self.spec.groups, -1)
-        chosen = _best(by_group.topk(2, dim=-1).values.sum(dim=-1), self.spec.top_groups)
+        chosen = _best(
+            by_group.topk(self.spec.group_best, dim=-1).values.sum(dim=-1), self.spec.top_groups
+        )
         left_out = torch.ones(by_group.shape[:2], dtype=torch.bool).scatter(1, chosen, False)
         return by_group.masked_fill(left_out[..., None], -torch.inf).flatten(1)
 

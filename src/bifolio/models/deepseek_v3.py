@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1 and Kimi K2: latent attention, dense layers first, then experts.
+"""DeepSeek-V2, V3, R1 and Kimi K2: latent attention, dense layers first, then experts.
 
 Tensor names are those of Hugging Face checkpoints.
 """
@@ -33,7 +33,7 @@ _PREDICTION_PARTS = (
 
 
 def deepseek_tensors(spec: ModelSpec) -> ModelTensors:
-    """The weights of a DeepSeek-V3 of this shape; those that predict further tokens stay unread."""
+    """The weights of a DeepSeek of this shape; those that predict further tokens stay unread."""
     return replace(decoder_tensors(spec, deepseek_layer), unserved=predictors(spec, deepseek_layer))
 
 
@@ -42,9 +42,7 @@ def deepseek_layer(spec: ModelSpec, index: int) -> LayerTensors:
     at = f"model.layers.{index}"
     assert spec.moe is not None
     dense = index < spec.moe.first_dense
-    return LayerTensors(
-        latent_tensors(spec, at), llama_mlp(spec, at) if dense else _corrected_moe(spec, at)
-    )
+    return LayerTensors(latent_tensors(spec, at), llama_mlp(spec, at) if dense else _moe(spec, at))
 
 
 def latent_tensors(spec: ModelSpec, at: str) -> LatentTensors:
@@ -74,15 +72,17 @@ def latent_tensors(spec: ModelSpec, at: str) -> LatentTensors:
     )
 
 
-def _corrected_moe(spec: ModelSpec, at: str) -> MoETensors:
-    """Experts with the correction bias of their router, and shared ones."""
+def _moe(spec: ModelSpec, at: str) -> MoETensors:
+    """Routed experts, the correction bias of their router if it has one, and shared ones."""
     moe, routed = spec.moe, moe_tensors(spec, at)
     assert moe is not None
     shared = None
     if moe.shared:
         parts = gated(f"{at}.mlp.shared_experts", spec.hidden, moe.shared_intermediate)
         shared = MLPTensors(routed.norm, *parts)
-    correction = Vector(f"{at}.mlp.gate.e_score_correction_bias", moe.routed)
+    correction = None
+    if moe.router.correction_bias:
+        correction = Vector(f"{at}.mlp.gate.e_score_correction_bias", moe.routed)
     return replace(routed, correction=correction, shared=shared)
 
 

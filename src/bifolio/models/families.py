@@ -17,6 +17,7 @@ FAMILIES: dict[str, Callable[[ModelSpec], ModelTensors]] = {
     "qwen2": qwen_tensors,
     "qwen3": qwen_tensors,
     "qwen3_moe": qwen_moe_tensors,
+    "deepseek_v2": deepseek_tensors,
     "deepseek_v3": deepseek_tensors,
     "glm_moe_dsa": glm_tensors,
 }

@@ -49,14 +49,15 @@ class RouterSpec:
 
     With `correction_bias` a bias per expert is added for the choice, not for the weights. With
     `groups` above 1 the experts stand in that many groups, of which the `top_groups` best (by the
-    sum of their two best biased scores) may be chosen from. `normalize` divides the weights of the
-    chosen by their sum; then all are multiplied by `scale`.
+    sum of their `group_best` best biased scores) may be chosen from. `normalize` divides
+    the weights of the chosen by their sum; then all are multiplied by `scale`.
     """
 
     scoring: Scoring
     correction_bias: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     normalize: bool = True
     scale: float = 1.0
 

@@ -1,7 +1,7 @@
 """Hugging Face `config.json` → ModelSpec for latent attention with experts.
 
-Families `deepseek_v3` (DeepSeek-V3 and R1), `kimi_k2`, the text part of `kimi_k25`, and
-`glm_moe_dsa` (GLM-5), which adds the indexer of sparse attention. Defaults for absent keys are
+Families `deepseek_v2`, `deepseek_v3` (DeepSeek-V3 and R1), `kimi_k2`, the text part of `kimi_k25`,
+and `glm_moe_dsa` (GLM-5), which adds the indexer of sparse attention. Defaults for absent keys are
 those of the `transformers` package. How the checkpoint stores its weights is not read here.
 """
 
@@ -16,7 +16,7 @@ from bifolio.spec.fields import Fields
 from bifolio.spec.hf import read_rope
 from bifolio.spec.model import ModelSpec
 
-MLA_FAMILIES = ("deepseek_v3", "kimi_k2", "kimi_k25", "glm_moe_dsa")
+MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm_moe_dsa")
 """Values of `model_type` that can be read."""
 
 _DEEPSEEK = {
@@ -26,6 +26,12 @@ _DEEPSEEK = {
     "n_group": 8,
     "topk_group": 4,
     "max_position_embeddings": 4096,
+}
+_DEEPSEEK_V2 = {
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "max_position_embeddings": 2048,
 }
 _GLM = {
     "q_lora_rank": 2048,
@@ -40,9 +46,18 @@ _NOT_COMPUTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_bias": ((False,), "projections have no bias"),
     "mlp_bias": ((False,), "projections have no bias"),
     "moe_layer_freq": ((1,), "every layer after the dense ones has experts"),
+    "sliding_window": ((), "attention is over the whole context"),
+}
+_BY_SIGMOID: dict[str, tuple[tuple[Any, ...], str]] = {
     "scoring_func": (("sigmoid",), "the router scores by sigmoid"),
     "topk_method": (("noaux_tc",), "experts are chosen with a correction bias"),
-    "sliding_window": ((), "attention is over the whole context"),
+}
+_GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
+_BY_SOFTMAX: dict[str, tuple[tuple[Any, ...], str]] = {
+    "scoring_func": (("softmax",), "the router scores by softmax"),
+    "topk_method": ((_GREEDY, _IN_GROUPS), "the best experts are chosen, perhaps in groups"),
+    "norm_topk_prob": ((False,), "weights of experts are their scores"),
+    "rope_interleave": ((True,), "pairs that rotate are neighbours"),
 }
 
 
@@ -51,15 +66,17 @@ def read_mla_spec(
 ) -> ModelSpec:
     """ModelSpec of a parsed `config.json`; end tokens also from `generation_config.json`.
 
-    `architecture` is `deepseek_v3` or `glm_moe_dsa`. UnsupportedError names a key whose value is
-    not supported, CheckpointError one that is missing, of a wrong type or in contradiction.
+    `architecture` is `deepseek_v2`, `deepseek_v3` or `glm_moe_dsa`. UnsupportedError names a
+    key whose value is not supported, CheckpointError one that is missing, of a wrong type or in
+    contradiction.
     """
     fields = Fields(config, "config.json")
     if fields.text("model_type") == "kimi_k25":
         fields, config = fields.part("text_config"), config.get("text_config") or {}
-    sparse = fields.text("model_type") == "glm_moe_dsa"
-    defaults = _GLM if sparse else _DEEPSEEK
-    for key, (harmless, why) in _NOT_COMPUTED.items():
+    sparse, second = (fields.text("model_type") == f for f in ("glm_moe_dsa", "deepseek_v2"))
+    defaults = _GLM if sparse else _DEEPSEEK_V2 if second else _DEEPSEEK
+    refused = _NOT_COMPUTED | (_BY_SOFTMAX if second else _BY_SIGMOID)
+    for key, (harmless, why) in refused.items():
         fields.refuse_unless(key, harmless, why)
     heads, layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
     fields.refuse_unless("num_key_value_heads", (heads,), "the latent is shared by all heads")
@@ -67,7 +84,7 @@ def read_mla_spec(
     mla = _mla(fields, config, defaults, sparse)
     generation = Fields(generation_config or {}, "generation_config.json")
     return ModelSpec(
-        architecture="glm_moe_dsa" if sparse else "deepseek_v3",
+        architecture="glm_moe_dsa" if sparse else "deepseek_v2" if second else "deepseek_v3",
         hidden=fields.integer("hidden_size"),
         layers=layers,
         heads=heads,
@@ -83,7 +100,7 @@ def read_mla_spec(
         stop_ids=tuple(dict.fromkeys(fields.ids("eos_token_id") + generation.ids("eos_token_id"))),
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         mla=mla,
-        moe=_moe(fields, defaults, layers),
+        moe=_moe_by_softmax(fields, layers) if second else _moe(fields, defaults, layers),
         indexer=_indexer(fields, layers) if sparse else None,
         mtp_layers=fields.integer("num_nextn_predict_layers", 0, low=0),
     )
@@ -114,11 +131,7 @@ def _moe(fields: Fields, defaults: Mapping[str, int], layers: int) -> MoESpec:
     )
     groups = fields.integer("n_group", defaults["n_group"])
     top_groups = fields.integer("topk_group", defaults["topk_group"])
-    if routed % groups or top_groups > groups or top_k > top_groups * (routed // groups):
-        raise CheckpointError(
-            f"config.json: {top_k} of {routed} experts cannot be chosen from {top_groups} of "
-            f"{groups} groups"
-        )
+    _check_groups(routed, top_k, groups, top_groups)
     if groups > 1 and routed // groups < 2:
         raise CheckpointError(
             f"config.json: groups are ranked by their two best experts, but {routed} experts in "
@@ -139,6 +152,39 @@ def _moe(fields: Fields, defaults: Mapping[str, int], layers: int) -> MoESpec:
         ),
         first_dense=_first_dense(fields, layers),
     )
+
+
+def _moe_by_softmax(fields: Fields, layers: int) -> MoESpec:
+    """DeepSeek-V2: groups are ranked by their best expert, and nothing is normalised."""
+    in_groups = fields.text("topk_method", _GREEDY) == _IN_GROUPS
+    groups, top_groups = (
+        fields.integer(key) if in_groups else 1 for key in ("n_group", "topk_group")
+    )
+    routed, top_k = fields.integer("n_routed_experts", 64), fields.integer("num_experts_per_tok")
+    _check_groups(routed, top_k, groups, top_groups)
+    return MoESpec(
+        routed=routed,
+        top_k=top_k,
+        shared=fields.integer("n_shared_experts", 2, low=0),
+        intermediate=fields.integer("moe_intermediate_size", 1407),
+        router=RouterSpec(
+            scoring=Scoring.SOFTMAX,
+            groups=groups,
+            top_groups=top_groups,
+            group_best=1,
+            normalize=False,
+            scale=fields.number("routed_scaling_factor", 1.0),
+        ),
+        first_dense=min(fields.integer("first_k_dense_replace", 0, low=0), layers),
+    )
+
+
+def _check_groups(routed: int, top_k: int, groups: int, top_groups: int) -> None:
+    if routed % groups or top_groups > groups or top_k > top_groups * (routed // groups):
+        raise CheckpointError(
+            f"config.json: {top_k} of {routed} experts cannot be chosen from {top_groups} of "
+            f"{groups} groups"
+        )
 
 
 def _first_dense(fields: Fields, layers: int) -> int:

@@ -51,6 +51,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
@@ -76,6 +77,7 @@ _INDEXED = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "qwen3_moe": _EXPERTS | {"head_dim": 32, "num_experts": 8},
+    "deepseek_v2": _LATENT | {"norm_topk_prob": False, "topk_method": "greedy"},
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,
     "glm_moe_dsa": _LATENT
