@@ -67,6 +67,21 @@ void bind_sampling(nb::class_<Runtime>& runtime) {
   }
 }
 
+void bind_pages(nb::class_<Runtime>& runtime) {
+  {
+    using A = PageCheckArgs;
+    bind_kernel(runtime, "page_check", &KernelTable::page_check, FIELD(block_table),
+                FIELD(table_width), FIELD(counts), FIELD(pages), FIELD(tags), FIELD(pool),
+                FIELD(page_bytes), FIELD(pool_pages), FIELD(rows), FIELD(wrong), FIELD(found),
+                FIELD(faults));
+  }
+  {
+    using A = SealArgs;
+    bind_kernel(runtime, "seal", &KernelTable::seal, FIELD(data), FIELD(stride), FIELD(bytes),
+                FIELD(index), FIELD(count), FIELD(digests));
+  }
+}
+
 void bind_probes(nb::class_<Runtime>& runtime) {
   {
     using A = ReadProbeArgs;
@@ -156,5 +171,6 @@ NB_MODULE(_native, m) {
   bind_attention(runtime);
   bind_linear(m, runtime);
   bind_sampling(runtime);
+  bind_pages(runtime);
   bind_probes(runtime);
 }

@@ -16,9 +16,11 @@ const KernelTable kTable = {
     .linear_workspace = linear_workspace,
     .logprobs = logprobs,
     .pack = pack,
+    .page_check = page_check,
     .peak_probe = peak_probe,
     .read_probe = read_probe,
     .rope_store = rope_store,
+    .seal = seal,
 };
 
 }  // namespace bifolio::BIFOLIO_ISA

@@ -6,10 +6,12 @@
 #include "kernels/attention.hpp"
 #include "kernels/linear/linear.hpp"
 #include "kernels/linear/pack.hpp"
+#include "kernels/page_check.hpp"
 #include "kernels/probe.hpp"
 #include "kernels/rope_store.hpp"
 #include "kernels/rows.hpp"
 #include "kernels/sampling.hpp"
+#include "kernels/seal.hpp"
 #include "runtime/parallel.hpp"
 
 namespace bifolio {
@@ -28,9 +30,11 @@ struct KernelTable {
   WorkspaceSize<LinearArgs> linear_workspace;
   Kernel<LogprobsArgs> logprobs;
   Kernel<PackArgs> pack;
+  Kernel<PageCheckArgs> page_check;
   Kernel<PeakProbeArgs> peak_probe;
   Kernel<ReadProbeArgs> read_probe;
   Kernel<RopeStoreArgs> rope_store;
+  Kernel<SealArgs> seal;
 };
 
 // The table of an instruction set that supported_isas() names.

@@ -109,6 +109,24 @@ class Runtime:
     def logprobs(
         self, logits: int, logprobs: int, ids: int, vocab: int, token: int, top: int
     ) -> None: ...
+    def page_check(
+        self,
+        block_table: int,
+        table_width: int,
+        counts: int,
+        pages: int,
+        tags: int,
+        pool: int,
+        page_bytes: int,
+        pool_pages: int,
+        rows: int,
+        wrong: int,
+        found: int,
+        faults: int,
+    ) -> None: ...
+    def seal(
+        self, data: int, stride: int, bytes: int, index: int, count: int, digests: int
+    ) -> None: ...
     def read_probe(self, data: int, bytes: int, sink: int) -> None: ...
     def peak_probe(self, product: int, repeats: int, operations: int, sink: int) -> None: ...
 

@@ -322,9 +322,10 @@ class Scheduler:
     def _fault(self, sequence: Sequence, fault: PageFault) -> None:
         self._counts["integrity_faults"] += 1
         self.cache.quarantine(fault.page)
-        found = f"carries tag {fault.found:#x}, not {fault.expected:#x}"
-        if fault.found == fault.expected:
-            found = "does not hold the bytes that it was sealed with"
+        difference = f"{fault.found:#x}, not {fault.expected:#x}"
+        found = f"carries tag {difference}"
+        if fault.kind == "seal":
+            found = f"does not hold the bytes that it was sealed with (digest {difference})"
         text = (
             f"cache page {fault.page} {found}; the request was ended before a token of this step "
             "was sent, and the page is out of use; send the request again"

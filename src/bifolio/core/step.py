@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from bifolio.request import SamplingParams, TokenLogprobs
 
@@ -64,11 +65,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class PageFault:
-    """A page that was not what its request expects: `found` is the tag that was there."""
+    """A page that was not what its request expects: another tag, or other bytes than its seal says.
+
+    `expected` and `found` are tags, or the digests of the bytes that were sealed and are there.
+    """
 
     page: int
     expected: int
     found: int
+    kind: Literal["tag", "seal"] = "tag"
 
 
 @dataclass(slots=True)

@@ -76,6 +76,7 @@ class Engine:
             self.pool,
             Sampler(self.kernels.sampling, self.spec.stop_ids),
             RunnerLimits(config.max_step_tokens, config.max_num_seqs, self.max_model_len),
+            page_kernels=self.kernels.pages,
             integrity=config.integrity,
             tamper=tamper,
         )
@@ -150,7 +151,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment."""
-        stats = self.scheduler.stats()
+        stats, seals = self.scheduler.stats(), self.runner.seals
         return EngineStats(
             steps=stats.steps,
             progress=stats.computed_tokens + stats.finished + stats.aborted,
@@ -167,6 +168,8 @@ class Engine:
             prefix_hits=stats.hit_tokens,
             pages_checked=stats.pages_checked,
             integrity_failures=stats.integrity_faults,
+            seals_checked=seals.checked if seals else 0,
+            seal_failures=seals.failures if seals else 0,
         )
 
     def close(self) -> None:

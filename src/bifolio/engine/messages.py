@@ -99,7 +99,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
     Gauges hold at that moment; the others count since the start. `progress` moves whenever any
     request got nearer to its end (tokens computed and tokens emitted). Prefix queries and hits
-    are in tokens.
+    are in tokens. `integrity_failures` are requests that were ended, `seal_failures` pages whose
+    bytes had changed, whether a request met them or not.
     """
 
     steps: int = 0
@@ -117,6 +118,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prefix_hits: int = 0
     pages_checked: int = 0
     integrity_failures: int = 0
+    seals_checked: int = 0
+    seal_failures: int = 0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bifolio.kernels.native import NativeOps, available
 from bifolio.kernels.ops import Ops
 from bifolio.kernels.reference import ReferenceOps
+from bifolio.kernels.reference_pages import PagesKernels, ReferencePages
 from bifolio.kernels.reference_sampling import ReferenceSampling, SamplingOps
 
 
@@ -16,6 +17,7 @@ class KernelSet:
 
     ops: Ops
     sampling: SamplingOps
+    pages: PagesKernels
     recorder: NativeOps | None
 
     def __str__(self) -> str:
@@ -27,6 +29,6 @@ class KernelSet:
 def choose(name: str, threads: int = 0) -> KernelSet:
     """`native`, `reference`, or `auto`: native where it is built. `threads` 0: all processors."""
     if name == "reference" or (name == "auto" and not available()):
-        return KernelSet(ReferenceOps(), ReferenceSampling(), None)
+        return KernelSet(ReferenceOps(), ReferenceSampling(), ReferencePages(), None)
     native = NativeOps(threads)
-    return KernelSet(native, native, native)
+    return KernelSet(native, native, native, native)

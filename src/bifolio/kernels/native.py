@@ -15,6 +15,7 @@ from bifolio.kernels.memory import Region
 from bifolio.kernels.native_attention import AttentionOps
 from bifolio.kernels.native_grouped import NativeGroupedOps
 from bifolio.kernels.native_linear import LinearOps
+from bifolio.kernels.native_pages import PageOps
 from bifolio.kernels.native_sampling import SamplingOps
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Tape:
         self._runtime.replay(self._calls)
 
 
-class NativeOps(LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, LatentOps):
+class NativeOps(LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, LatentOps, PageOps):
     """Implements `Ops` on the CPU with kernels picked once for this processor.
 
     `threads` counts the calling thread. `isa` is `auto`, `portable`, `avx2` or `avx512`; without

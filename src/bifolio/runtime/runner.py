@@ -2,7 +2,8 @@
 
 A step is one pass over the prefill positions and one over the decode positions when the two
 phases have different weights, else a single pass. Pages are checked against the block table that
-the kernels read, before the pass and once more before any token leaves (`runtime.verify`).
+the kernels read, before the pass and once more before any token leaves (`runtime.verify`). Pages
+that a request takes over from another are checked by their seals first (`runtime.seals`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 from bifolio.core.step import PageFault, RowResult, Step, StepRow
 from bifolio.formats import Phase
 from bifolio.kernels.ops import Batch
+from bifolio.kernels.reference_pages import PagesKernels
 from bifolio.runtime.batch import BatchBuffers, Segment
 from bifolio.runtime.pool import KVPool
 from bifolio.runtime.recorded import Model
 from bifolio.runtime.sampler import Sampler
+from bifolio.runtime.seals import PageSeals
 from bifolio.runtime.verify import ExpectedPages
 from bifolio.spec.page import HEADER_FILL
 
@@ -43,7 +46,7 @@ class _Pass:
 
 
 class ModelRunner:
-    """Executes steps. Not thread-safe; one per pool.
+    """Executes steps. Not thread-safe; one per pool. `seals` is None without `integrity`.
 
     `tamper` is called with the filled batch and its rows right before the first check: the seam
     through which fault injection spoils a block table or a page. `integrity` False skips checks.
@@ -56,6 +59,7 @@ class ModelRunner:
         sampler: Sampler,
         limits: RunnerLimits,
         *,
+        page_kernels: PagesKernels,
         integrity: bool = True,
         tamper: Tamper | None = None,
     ) -> None:
@@ -64,6 +68,8 @@ class ModelRunner:
         self._pool = pool
         self._caches = pool.layers()
         self.sampler = sampler
+        self._page_kernels = page_kernels
+        self.seals = PageSeals(pool, page_kernels) if integrity else None
         self._integrity = integrity
         self._tamper = tamper
         pages = pool.spec.pages_for(limits.max_model_len)
@@ -76,14 +82,15 @@ class ModelRunner:
         self._pool.stamp(step.stamps)
         results = [RowResult() for _ in step.rows]
         index = {row.request_id: i for i, row in enumerate(step.rows)}
+        for request_id, fault in self._broken_seals(step.rows).items():
+            results[index[request_id]] = RowResult(fault=fault)
         for phase, segments in self._split(step.rows):
             alive = [s for s in segments if results[index[s.row.request_id]].fault is None]
             found = self._run(self._models[phase], alive)
             for request_id, result in found.items():
                 results[index[request_id]] = _merge(results[index[request_id]], result)
-        for row, result in zip(step.rows, results, strict=True):
-            if result.fault is None:
-                self._mark_filled(row)
+        pairs = zip(step.rows, results, strict=True)
+        self._mark_filled([row for row, result in pairs if result.fault is None])
         return results
 
     def _split(self, rows: list[StepRow]) -> list[tuple[Phase, list[Segment]]]:
@@ -137,12 +144,32 @@ class ModelRunner:
     def _faults(self, work: _Pass) -> dict[int, PageFault]:
         if not self._integrity:
             return {}
-        return work.expected.faults(self._pool, self._buffers.block_table)
+        return work.expected.faults(self._page_kernels, self._pool, self._buffers.block_table)
 
-    def _mark_filled(self, row: StepRow) -> None:
+    def _broken_seals(self, rows: list[StepRow]) -> dict[str, PageFault]:
+        """By request, the first page taken over whose bytes are not those that were sealed."""
+        if self.seals is None:
+            return {}
+        reused = {row.request_id: row.page_ids[: row.reused_pages] for row in rows}
+        broken = self.seals.broken(page for pages in reused.values() for page in pages)
+        faults: dict[str, PageFault] = {}
+        for request_id, pages in reused.items() if broken else ():
+            page = next((page for page in pages if page in broken), None)
+            if page is not None:
+                faults[request_id] = PageFault(page, *broken[page], kind="seal")
+        return faults
+
+    def _mark_filled(self, rows: list[StepRow]) -> None:
         size = self._pool.spec.page_size
-        for i in range(row.start // size, -(-row.end // size)):
-            self._pool.headers[row.page_ids[i], HEADER_FILL] = min(row.end - i * size, size)
+        full: list[int] = []
+        for row in rows:
+            for i in range(row.start // size, -(-row.end // size)):
+                fill = min(row.end - i * size, size)
+                self._pool.headers[row.page_ids[i], HEADER_FILL] = fill
+                if fill == size:
+                    full.append(row.page_ids[i])
+        if self.seals is not None:
+            self.seals.seal(full)
 
 
 def _merge(first: RowResult, second: RowResult) -> RowResult:

@@ -6,14 +6,15 @@ page that its request expects at that place and its header carries the tag of th
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.core.step import PageFault, StepRow
+from bifolio.kernels.reference_pages import ExpectedTables, PagesKernels
 from bifolio.runtime.pool import KVPool
-from bifolio.spec.page import HEADER_TAG
 
 
 class ExpectedPages:
@@ -22,37 +23,27 @@ class ExpectedPages:
     def __init__(self, rows: Sequence[StepRow], counts: Sequence[int]) -> None:
         """`counts[i]` pages of row i are read or written by the pass."""
         self.counts = list(counts)
-        self._row = np.repeat(np.arange(len(rows)), self.counts)
-        self._column = np.concatenate([np.arange(n) for n in self.counts]) if rows else self._row
-        total = len(self._row)
-        self.pages = np.fromiter(
-            (p for row, n in zip(rows, counts, strict=True) for p in row.page_ids[:n]),
-            np.int64,
-            total,
-        )
-        self.tags = np.fromiter(
-            (t for row, n in zip(rows, counts, strict=True) for t in row.tags[:n]),
-            np.uint64,
-            total,
-        )
+        self._rows = rows
+        pages, tags = array("q"), array("Q")
+        for row, count in zip(rows, counts, strict=True):
+            pages.fromlist(row.page_ids[:count])
+            tags.fromlist(row.tags[:count])
+        self._tables = ExpectedTables(array("q", self.counts), pages, tags)
 
     def fill(self, block_table_rp: NDArray[np.int32]) -> None:
         """Write the expected pages into the block table that the kernels will read."""
-        block_table_rp[self._row, self._column] = self.pages
+        pages = np.array(self._tables.pages, np.int32)
+        start = 0
+        for r, count in enumerate(self.counts):
+            block_table_rp[r, :count] = pages[start : start + count]
+            start += count
 
-    def faults(self, pool: KVPool, block_table_rp: NDArray[np.int32]) -> dict[int, PageFault]:
+    def faults(
+        self, kernels: PagesKernels, pool: KVPool, block_table_rp: NDArray[np.int32]
+    ) -> dict[int, PageFault]:
         """The first wrong page of each row that has one. A page outside the pool is wrong too."""
-        used = block_table_rp[self._row, self._column].astype(np.int64)
-        inside = (used >= 0) & (used < pool.pages)
-        found = pool.headers[np.where(inside, used, 0), HEADER_TAG]
-        wrong = ~inside | (used != self.pages) | (found != self.tags)
-        if not wrong.any():
-            return {}
         faults: dict[int, PageFault] = {}
-        for i in np.flatnonzero(wrong):
-            row = int(self._row[i])
-            if row not in faults:
-                faults[row] = PageFault(
-                    page=int(self.pages[i]), expected=int(self.tags[i]), found=int(found[i])
-                )
+        for row, place, found in kernels.wrong_pages(pool.tensor, block_table_rp, self._tables):
+            expected = self._rows[row]
+            faults[row] = PageFault(expected.page_ids[place], expected.tags[place], found)
         return faults

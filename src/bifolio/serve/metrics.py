@@ -28,7 +28,9 @@ _COUNTERS = {
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
     "pages_checked": ("pages_checked", "Cache pages whose tags were compared"),
-    "cache_integrity_failures": ("integrity_failures", "Pages that were not what was expected"),
+    "cache_integrity_failures": ("integrity_failures", "Requests that met a page not expected"),
+    "page_seals_checked": ("seals_checked", "Cache pages whose bytes were digested and compared"),
+    "page_seal_failures": ("seal_failures", "Cache pages whose bytes had changed since sealing"),
 }
 _PAGE_STATES = ("free", "cached", "live", "quarantined")
 

@@ -176,9 +176,11 @@ class ScriptedRunner:
     def _find_fault(self, row: StepRow) -> PageFault | None:
         for i, (number, tag) in enumerate(zip(row.page_ids, row.tags, strict=True)):
             page = self._pages[number]
-            unsealed = i < row.reused_pages and page.seal != mix(0, *page.slots)
-            if page.tag != tag or unsealed:
+            if page.tag != tag:
                 return PageFault(number, tag, page.tag)
+            digest = mix(0, *page.slots)
+            if i < row.reused_pages and page.seal != digest:
+                return PageFault(number, page.seal, digest, kind="seal")
         return None
 
     def _check_content(self, row: StepRow) -> None:
