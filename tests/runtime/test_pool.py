@@ -38,3 +38,14 @@ def test_layers_cover_the_body_without_overlap() -> None:
         ends.append(ends[-1] + spec.layer_bytes)
     assert ends[-1] <= spec.page_bytes < ends[-1] + 64
     assert torch.equal(made.tensor[1, PAGE_HEADER_BYTES:], torch.from_numpy(np.array(made.body(1))))
+
+
+def test_fp8_holds_twice_the_tokens_in_the_same_memory() -> None:
+    """The default model's shape, 256 MiB: tokens held by each cache format."""
+    tokens = {
+        cache: 16 * PageSpec(30, 3, 64, CacheFormat.parse(cache), 16).pages_in(2**28)
+        for cache in ("bf16", "fp8", "fp8:token")
+    }
+    assert tokens == {"bf16": 11_648, "fp8": 23_280, "fp8:token": 22_576}
+    assert tokens["fp8"] / tokens["bf16"] > 1.99
+    assert tokens["fp8:token"] / tokens["bf16"] >= 1.93
