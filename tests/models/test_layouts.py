@@ -95,6 +95,24 @@ def test_fused_experts_are_the_same_experts(transposed: bool, tmp_path: Path) ->
     assert torch.equal(logits(load(folder)), logits(load(plain)))
 
 
+def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    twice = fused(WEIGHTS, transposed=False) | {f"{EXPERT}.weight": WEIGHTS[f"{EXPERT}.weight"]}
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}\.weight.*gate_up_proj"):
+        load(write(tmp_path / "fused", twice))
+    prefixed = WEIGHTS | {f"language_model.{EXPERT}.weight": torch.ones(144, 160)}
+    with pytest.raises(CheckpointError, match=rf"language_model\.{EXPERT}\.weight.* and "):
+        load(write(tmp_path / "prefixed", prefixed))
+
+
+def test_fused_experts_of_a_wrong_size_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.down_proj"
+    weights = fused(WEIGHTS, transposed=False)
+    wrong = [torch.ones(8, 160, 145), torch.ones(7, 160, 144), torch.ones(8, 160)]
+    for i, tensor in enumerate(wrong):
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts"):
+            load(write(tmp_path / str(i), weights | {name: tensor}))
+
+
 def test_a_model_that_sees_is_served_by_its_language_part(tmp_path: Path) -> None:
     """Kimi K2.5: prefix, vision tower, experts in int4, all in one."""
     stored, means = quantised(WEIGHTS, "int4 in groups of 32", EXPERTS)
@@ -139,6 +157,7 @@ INT4, FP8 = "int4 in groups of 32", "fp8 in blocks"
         (INT4, {"weight_scale": torch.ones(144, 4).bfloat16()}, r"weight_scale has shape"),
         (INT4, {"weight_scale": torch.ones(144, 5)}, r"weight_scale is stored as F32"),
         (INT4, {"weight_shape": torch.tensor([144, 168])}, r"does not hold \[144, 168\]"),
+        (INT4, {"weight": torch.ones(144, 160)}, r"one is too many"),
         (INT4, {"weight_zero_point": torch.ones(18, 5)}, r"no use.*weight_zero_point"),
         (INT4, {"weight_packed": torch.ones(144, 20)}, r"stored as F32, but.*I32"),
         (FP8, {"weight_scale_inv": None}, r"weight_scale_inv is missing"),

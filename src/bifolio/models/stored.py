@@ -39,7 +39,10 @@ class StoredWeights:
                     f"tensor {name} is stored as {files.dtypes[name]}, which the configuration "
                     f"does not explain; only {', '.join(_FLOATS)} can be read"
                 )
-        shapes |= {f"{part}.weight": shape for part, shape in self._quantised.items()}
+        for part, shape in self._quantised.items():
+            if f"{part}.weight" in shapes:
+                raise CheckpointError(f"{part} is there as floats and quantised; one is too many")
+            shapes[f"{part}.weight"] = shape
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def matrix(self, name: str) -> QuantTensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from bifolio.errors import CheckpointError
 from bifolio.models.files import TensorFiles
 from bifolio.spec import ModelSpec
 
@@ -33,11 +34,12 @@ class LanguagePart:
 
     def __init__(self, files: TensorFiles) -> None:
         self._files = files
-        self._stored = {
-            name.removeprefix(_PREFIX): name
-            for name in files.shapes
-            if not name.startswith(_OTHER_SENSES)
-        }
+        self._stored: dict[str, str] = {}
+        for name in files.shapes:
+            if not name.startswith(_OTHER_SENSES):
+                first = self._stored.setdefault(name.removeprefix(_PREFIX), name)
+                if first != name:
+                    raise CheckpointError(f"{first} and {name} are both there; one is too many")
         self.shapes = {name: files.shapes[stored] for name, stored in self._stored.items()}
         self.dtypes = {name: files.dtypes[stored] for name, stored in self._stored.items()}
 
@@ -67,6 +69,10 @@ class SeparateExperts:
             for expert in range(files.shapes[stored][0]):
                 for part, cut in rows.items():
                     name = f"{found[1]}.{expert}.{part}.weight"
+                    if name in shapes:
+                        raise CheckpointError(
+                            f"{name} is there, and in {stored} too; one is too many"
+                        )
                     self._cuts[name] = (stored, expert, cut, transposed)
                     shapes[name] = (cut.stop - cut.start, k)
                     dtypes[name] = files.dtypes[stored]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config, GlmMoeDsaConfig, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, GlmMoeDsaConfig, Qwen3MoeConfig
 
 from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.spec import MLASpec, MoESpec, RouterSpec, Scoring
@@ -181,3 +181,14 @@ def test_qwen3_moe_with_dense_layers_between_is_refused() -> None:
         read_config(full | {"mlp_only_layers": [0]})
     with pytest.raises(UnsupportedError, match="decoder_sparse_step"):
         read_config(full | {"decoder_sparse_step": 2})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("norm_topk_prob", True), ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")],
+)
+def test_deepseek_v2_is_refused_by_the_key_that_it_does_not_compute(key: str, value: Any) -> None:
+    written = config(DeepseekV2Config, num_experts_per_tok=2)
+    assert read_config(written).architecture == "deepseek_v2"
+    with pytest.raises(UnsupportedError, match=key):
+        read_config(written | {key: value})
