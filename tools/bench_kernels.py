@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
+from bifolio.bench.machine import best, measure_peak, measure_reads
 from bifolio.formats import Number, WeightFormat
-from bifolio.kernels.memory import map_tensor
 from bifolio.kernels.native import NativeOps
 from bifolio.quant import encode
 
@@ -42,52 +40,7 @@ MODELS = {
     },
 }
 FORMATS = ("bf16", "fp8", "int8", "int8:a8", "int8:g32:a8", "int4:g32", "int4:g32:a8")
-PRODUCTS = {Number.FP32: "fp32", Number.BF16: "bf16", Number.INT8: "int8"}
 BEYOND_CACHES = 96 << 20
-
-
-def best(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of several runs."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-class Machine:
-    """Ceilings of this machine with the threads and instruction set of `ops`."""
-
-    def __init__(self, ops: NativeOps) -> None:
-        self._runtime = ops._runtime
-        self._sink = torch.zeros(1, dtype=torch.int64)
-        self._buffer = map_tensor(256 << 20).fill_(1)
-        self.peaks = {name: self._peak(i) for i, name in enumerate(PRODUCTS.values())}
-
-    def read_bytes(self) -> float:
-        """Bytes per second of plain reads from memory."""
-        return self._buffer.nbytes / best(
-            lambda: self._runtime.read_probe(
-                data=self._buffer.data_ptr(),
-                bytes=self._buffer.nbytes,
-                sink=self._sink.data_ptr(),
-            ),
-            repeats=5,
-        )
-
-    def _peak(self, product: int) -> float:
-        done = torch.zeros(1, dtype=torch.int64)
-        seconds = best(
-            lambda: self._runtime.peak_probe(
-                product=product,
-                repeats=200,
-                operations=done.data_ptr(),
-                sink=self._sink.data_ptr(),
-            ),
-            repeats=20,
-        )
-        return done.item() / seconds
 
 
 @dataclass(frozen=True)
@@ -106,7 +59,7 @@ class Result:
 
 
 def measure(
-    ops: NativeOps, machine: Machine, model: str, name: str, fmt: WeightFormat, rows: int
+    ops: NativeOps, peaks: dict[str, float], model: str, name: str, fmt: WeightFormat, rows: int
 ) -> Result:
     n, k = MODELS[model][name]
     one = encode(torch.randn(n, k), fmt)
@@ -119,11 +72,11 @@ def measure(
             ops.linear(x, weight)
     seconds, bandwidth = [], []
     for _ in range(3):
-        bandwidth.append(machine.read_bytes())
+        bandwidth.append(measure_reads(ops, 16))
         seconds.append(best(tape.replay, 5) / copies)
     number = "int8" if fmt.int8_activations else "fp32" if fmt.number is Number.FP32 else "bf16"
     reading = weights[0].nbytes / max(bandwidth)
-    computing = 2 * rows * n * k / machine.peaks[number]
+    computing = 2 * rows * n * k / peaks[number]
     return Result(
         model=model,
         name=name,
@@ -145,10 +98,10 @@ def main() -> None:
     parser.add_argument("--isa", default=None)
     args = parser.parse_args()
     ops = NativeOps(args.threads, args.isa)
-    machine = Machine(ops)
+    peaks = {name: measure_peak(ops, name) for name in ("fp32", "bf16", "int8")}
     print(
-        f"{ops.isa}, {ops.threads} threads; reads {machine.read_bytes() / 1e9:.1f} GB/s; peaks "
-        + ", ".join(f"{name} {peak / 1e9:.0f} G/s" for name, peak in machine.peaks.items())
+        f"{ops.isa}, {ops.threads} threads; reads {measure_reads(ops) / 1e9:.1f} GB/s; peaks "
+        + ", ".join(f"{name} {peak / 1e9:.0f} G/s" for name, peak in peaks.items())
     )
     print(f"{'model':13} {'product':8} {'format':12} {'rows':>4} {'µs':>9} {'ceiling':>9}  of it")
     results = []
@@ -156,7 +109,7 @@ def main() -> None:
         for fmt in args.formats:
             for name in args.names or MODELS[model]:
                 for rows in args.rows:
-                    found = measure(ops, machine, model, name, WeightFormat.parse(fmt), rows)
+                    found = measure(ops, peaks, model, name, WeightFormat.parse(fmt), rows)
                     results.append(found)
                     print(
                         f"{model:13} {name:8} {fmt:12} {rows:4} {found.microseconds:9.1f} "
@@ -166,7 +119,7 @@ def main() -> None:
     report = {
         "isa": ops.isa,
         "threads": ops.threads,
-        "peaks": machine.peaks,
+        "peaks": peaks,
         "results": [asdict(found) | {"ratio": found.ratio} for found in results],
     }
     sys.stdout.write(json.dumps(report) + "\n")
