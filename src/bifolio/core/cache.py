@@ -108,6 +108,15 @@ class CacheManager:
             table.computed = len(pages) * self.page_size
         return table
 
+    def ahead(self, table: PageTable, other: PageTable, end: int, limit: int) -> int:
+        """Tokens below `limit` that `table` could reuse once `other` has computed up to `end`."""
+        if table.cursor is None or table.cursor is not other.cursor or not other.offers:
+            return 0
+        index, pages = table.closed, min(end, limit) // self.page_size
+        while index < pages and self._key(table, index) == self._key(other, index):
+            index += 1
+        return (index - table.closed) * self.page_size
+
     def reserve(self, table: PageTable, end: int) -> bool:
         """Give the table pages for all positions below `end`; False, and none, if too few are."""
         first = len(table.page_ids)

@@ -2,7 +2,8 @@
 
 A request that has one token to compute is decoding; one that has more is in prefill, in a chunk of
 it, or resumes after a preemption. None of that is a mode. Rows with one token come first, so that
-long prompts fill what decode leaves of a step instead of holding it up.
+long prompts fill what decode leaves of a step instead of holding it up. A request that could reuse
+most of what a row of this step computes is admitted one step later, and does.
 
     add → waiting → running ⇄ waiting (preempted) → ended
                   schedule: plan rows, oldest running first; then admit
@@ -24,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from bifolio.core.cache import CacheManager
+from bifolio.core.cache import CacheManager, PageTable
 from bifolio.core.limits import Limits
 from bifolio.core.queue import FairQueue
 from bifolio.core.sequence import Sequence
@@ -205,6 +206,9 @@ class Scheduler:
         table = cache.open(
             sequence.token_ids, sequence.prompt_len, sequence.salt, sequence.reuse_limit
         )
+        if self._twin_is_ahead(sequence, table):
+            cache.release(table)
+            return False
         need = cache.pages_for(len(sequence.token_ids)) - len(table.page_ids)
         room = cache.available - need
         if self._running:
@@ -225,6 +229,15 @@ class Scheduler:
         sequence.admit(table, self._generations)
         self._place(sequence, min(self._budget, len(sequence.token_ids) - table.computed))
         return sequence.planned
+
+    def _twin_is_ahead(self, sequence: Sequence, table: PageTable) -> bool:
+        """A row of this step computes what the request could reuse in the next: half or more."""
+        missing = len(sequence.token_ids) - table.computed
+        return any(
+            2 * self.cache.ahead(table, other.table, other.row.end, sequence.reuse_limit) >= missing
+            for other in self._planned
+            if other.table is not None and other.row is not None
+        )
 
     def _growth(self, sequence: Sequence, pages: int) -> int:
         """Pages beyond `pages` that a request needs for its tokens and its next `reserve` ones."""

@@ -153,6 +153,36 @@ def test_a_prompt_found_whole_in_the_cache_still_computes_its_last_token() -> No
     assert (stats.query_tokens, stats.hit_tokens) == (16, 4)
 
 
+def test_requests_that_come_together_compute_their_common_prompt_once() -> None:
+    for step_tokens in (16, 64, 256):
+        model = ScriptedModel()
+        limits = Limits(max_model_len=64, max_num_seqs=8, max_step_tokens=step_tokens)
+        rig = Rig(pages=64, model=model, limits=limits)
+        requests = [ask(str(i), list(range(1, 42)), 3, seed=i) for i in range(5)]
+        for request, answer in zip(requests, rig.run(*requests), strict=True):
+            assert answer.tokens == model.expected_answer(request)
+            assert answer.cached_tokens == (0 if request.id == "0" else 40)
+        assert rig.scheduler.stats().computed_tokens == 41 + 4 * 1 + 5 * 2
+
+
+def test_a_little_in_common_is_not_worth_a_step() -> None:
+    scheduler = make_scheduler(max_step_tokens=64)
+    scheduler.add(ask("a", [*range(1, 8), *range(100, 117)], 1))
+    scheduler.add(ask("b", [*range(1, 8), *range(200, 217)], 1))
+    assert list(steps(scheduler)) == [[("a", 0, 24), ("b", 0, 24)]]
+
+
+def test_a_request_computes_the_common_prompt_itself_if_its_twin_gives_up() -> None:
+    scheduler = make_scheduler(max_step_tokens=64)
+    for name in ("a", "b"):
+        scheduler.add(ask(name, list(range(1, 18)), 1))
+    step = scheduler.schedule()
+    assert step is not None and len(step.rows) == 1
+    scheduler.abort("a")
+    scheduler.commit(step, results(step))
+    assert list(steps(scheduler)) == [[("b", 0, 17)]]
+
+
 def test_reused_pages_are_announced_in_the_first_step_only() -> None:
     scheduler = make_scheduler(max_step_tokens=4)
     for name in ("cold", "warm"):

@@ -52,3 +52,34 @@ def test_answers_do_not_depend_on_pool_chunks_or_neighbours(
     rig.check_idle()
     assert rig.scheduler.stats().finished == 20
     assert pages > 12 or rig.scheduler.stats().preemptions, "the pool was meant to be too small"
+
+
+@pytest.mark.parametrize("length", sorted({4 * k + d for k in range(1, 5) for d in (-1, 0, 1)}))
+@pytest.mark.parametrize("decode_writer", [1, 2], ids=["one-writer", "two-writers"])
+def test_prompts_around_page_borders_answer_alike_cold_warm_and_beside_a_cancelled_twin(
+    length: int, decode_writer: int
+) -> None:
+    model = ScriptedModel(vocab=50, decode_writer=decode_writer)
+    limits = Limits(max_model_len=48, max_num_seqs=4, max_step_tokens=8)
+    rig = Rig(pages=20, page_size=4, model=model, limits=limits)
+    prompt = [(7 * i) % 50 for i in range(length)]
+
+    def request(name: str) -> Request:
+        return Request(id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=9))
+
+    expected = model.expected_answer(request("any"))
+    (cold,) = rig.run(request("cold"))
+    (warm,) = rig.run(request("warm"))
+    assert cold.tokens == warm.tokens == expected
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, (length - 1) // 4 * 4)
+    for steps_before in range(4):
+        twin, kept = f"twin {steps_before}", f"kept {steps_before}"
+        rig.add(request(twin), request(kept))
+        for _ in range(steps_before):
+            rig.step()
+        rig.abort(twin)
+        rig.run()
+        assert rig.answers[kept].tokens == expected
+        (retry,) = rig.run(request(f"retry {steps_before}"))
+        assert retry.tokens == expected
+    rig.check_idle()
