@@ -80,6 +80,16 @@ void bind_pages(nb::class_<Runtime>& runtime) {
     bind_kernel(runtime, "seal", &KernelTable::seal, FIELD(data), FIELD(stride), FIELD(bytes),
                 FIELD(index), FIELD(count), FIELD(digests));
   }
+  {
+    using A = ConvertPagesArgs;
+    bind_kernel(runtime, "convert_pages", &KernelTable::convert_pages, FIELD(source),
+                FIELD(target), FIELD(source_index), FIELD(target_index), FIELD(source_k_scales),
+                FIELD(source_v_scales), FIELD(target_k_scales), FIELD(target_v_scales),
+                FIELD(count), FIELD(layers), FIELD(page_size), FIELD(kv_heads), FIELD(head_dim),
+                FIELD(source_kind), FIELD(source_page_bytes), FIELD(source_layer_offset),
+                FIELD(source_layer_bytes), FIELD(target_kind), FIELD(target_page_bytes),
+                FIELD(target_layer_offset), FIELD(target_layer_bytes));
+  }
 }
 
 void bind_probes(nb::class_<Runtime>& runtime) {

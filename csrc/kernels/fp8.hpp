@@ -8,11 +8,24 @@
 namespace bifolio::BIFOLIO_ISA {
 
 inline float float_from_e4m3(uint8_t code) {
-  // As a float32, the seven low bits shifted up mean value * 2^-120 (subnormals too).
-  const float magnitude =
-      __builtin_bit_cast(float, static_cast<uint32_t>(code & 0x7f) << 20) * 0x1p120F;
+  // Shifted up, exponent and mantissa are those of a float32 but for the bias. Subnormal codes are
+  // read one binade up, as 1.mmm, and lose that 1; no float32 on the way is subnormal.
+  const uint32_t u = static_cast<uint32_t>(code & 0x7f) << 20;
+  const float normal = __builtin_bit_cast(float, u + (120U << 23));
+  const float subnormal = __builtin_bit_cast(float, u + (121U << 23)) - 0x1p-6F;
+  const float magnitude = u < (1U << 23) ? subnormal : normal;
   const float value = (code & 0x7f) == 0x7f ? __builtin_nanf("") : magnitude;
   return code & 0x80 ? -value : value;
+}
+
+// The same of codes in the low byte of each lane, the other bytes zero.
+inline Lanes lanes_from_e4m3(IntLanes code) {
+  const IntLanes u = (code & 0x7f) << 20;
+  const Lanes normal = from_bits(u + (120 << 23));
+  const Lanes subnormal = from_bits(u + (121 << 23)) - 0x1p-6F;
+  const Lanes magnitude = u < (1 << 23) ? subnormal : normal;
+  const IntLanes value = (code & 0x7f) == 0x7f ? splat(0x7fc00000) : bits(magnitude);
+  return from_bits(value | (code & 0x80) << 24);
 }
 
 // Clamp to ±448, round to nearest even, NaN stays NaN: codes in the low byte of each lane.

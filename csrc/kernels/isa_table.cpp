@@ -7,6 +7,7 @@ extern const KernelTable kTable;
 const KernelTable kTable = {
     .attention = attention,
     .attention_workspace = attention_workspace,
+    .convert_pages = convert_pages,
     .draw = draw,
     .draw_workspace = draw_workspace,
     .embedding = embedding,

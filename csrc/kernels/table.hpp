@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/attention.hpp"
+#include "kernels/convert_pages.hpp"
 #include "kernels/linear/linear.hpp"
 #include "kernels/linear/pack.hpp"
 #include "kernels/page_check.hpp"
@@ -21,6 +22,7 @@ enum class Isa;
 struct KernelTable {
   Kernel<AttentionArgs> attention;
   WorkspaceSize<AttentionArgs> attention_workspace;
+  Kernel<ConvertPagesArgs> convert_pages;
   Kernel<DrawArgs> draw;
   WorkspaceSize<DrawArgs> draw_workspace;
   Kernel<EmbeddingArgs> embedding;

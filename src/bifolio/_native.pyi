@@ -127,6 +127,30 @@ class Runtime:
     def seal(
         self, data: int, stride: int, bytes: int, index: int, count: int, digests: int
     ) -> None: ...
+    def convert_pages(
+        self,
+        source: int,
+        target: int,
+        source_index: int,
+        target_index: int,
+        source_k_scales: int,
+        source_v_scales: int,
+        target_k_scales: int,
+        target_v_scales: int,
+        count: int,
+        layers: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        source_kind: int,
+        source_page_bytes: int,
+        source_layer_offset: int,
+        source_layer_bytes: int,
+        target_kind: int,
+        target_page_bytes: int,
+        target_layer_offset: int,
+        target_layer_bytes: int,
+    ) -> None: ...
     def read_probe(self, data: int, bytes: int, sink: int) -> None: ...
     def peak_probe(self, product: int, repeats: int, operations: int, sink: int) -> None: ...
 

@@ -13,6 +13,7 @@ from bifolio.kernels.arena import Arena
 from bifolio.kernels.latent import LatentOps
 from bifolio.kernels.memory import Region
 from bifolio.kernels.native_attention import AttentionOps
+from bifolio.kernels.native_convert import ConvertOps
 from bifolio.kernels.native_grouped import NativeGroupedOps
 from bifolio.kernels.native_linear import LinearOps
 from bifolio.kernels.native_pages import PageOps
@@ -41,7 +42,9 @@ class Tape:
         self._runtime.replay(self._calls)
 
 
-class NativeOps(LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, LatentOps, PageOps):
+class NativeOps(
+    LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, LatentOps, PageOps, ConvertOps
+):
     """Implements `Ops` on the CPU with kernels picked once for this processor.
 
     `threads` counts the calling thread. `isa` is `auto`, `portable`, `avx2` or `avx512`; without
