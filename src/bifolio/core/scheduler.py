@@ -77,7 +77,8 @@ class Scheduler:
         self._budget = 0
         self._news: list[Output] = []
         self._reserve = cache.page_size
-        self._blocked: tuple[Sequence, int] | None = None
+        self._blocked = False
+        """The head of the queue did not fit, and nobody has left since."""
         self._arrivals = 0
         self._generations = 0
         self._last_progress = clock()
@@ -184,21 +185,18 @@ class Scheduler:
         assert sequence.table is not None
         self._counts["preemptions"] += 1
         sequence.lost_tokens = sequence.table.computed
+        self._blocked = False
         self._leave_running(sequence)
         self._waiting[sequence.id] = sequence
         self._queue.put_back(sequence)
 
     def _admit(self) -> None:
-        while self._budget and len(self._running) < self._seats and not self._still_blocked():
+        if self._blocked and self._running:
+            return
+        while self._budget and len(self._running) < self._seats:
             sequence = self._queue.head()
             if sequence is None or not self._admit_one(sequence):
                 return
-
-    def _still_blocked(self) -> bool:
-        """The head of the queue did not fit the last time, and no page has come free since."""
-        if self._blocked is None or not self._running:
-            return False
-        return self.cache.available <= self._blocked[1]
 
     def _admit_one(self, sequence: Sequence) -> bool:
         """Admit the head of the queue if it fits; it also leaves if it never will."""
@@ -221,9 +219,9 @@ class Scheduler:
             if not self._running:
                 self._exhausted(sequence)
                 return True
-            self._blocked = (sequence, cache.available)
+            self._blocked = True
             return False
-        self._blocked = None
+        self._blocked = False
         self._start(sequence, table.computed)
         self._generations += 1
         sequence.admit(table, self._generations)
@@ -314,7 +312,6 @@ class Scheduler:
         else:
             return
         self._counts["finished"] += 1
-        self._note_end()
         self._end(sequence, output.finish)
 
     def fail(self, step: Step, message: str) -> list[Output]:
@@ -366,12 +363,12 @@ class Scheduler:
         """Free all that a request holds, whether it runs or waits."""
         if sequence.table is not None:
             self._leave_running(sequence)
+            self._note_end()
         else:
             self._queue.remove(sequence)
             del self._waiting[sequence.id]
         self._queue.leave(sequence)
-        if self._blocked is not None and self._blocked[0] is sequence:
-            self._blocked = None
+        self._blocked = False
         return Output(
             id=sequence.id,
             finish=finish,
@@ -388,7 +385,7 @@ class Scheduler:
         sequence.uncharged = 0
 
     def _note_end(self) -> None:
-        """A request came to its end: memory is less tight, and the pace of ends is known better."""
+        """A running request ended: memory is less tight, and the pace of ends is known better."""
         excess = self._reserve - self.cache.page_size
         self._reserve -= -(-excess // _RESERVE_DECAY)
         now = self._clock()

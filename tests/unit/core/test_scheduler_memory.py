@@ -116,6 +116,21 @@ def test_replay_stays_a_small_part_of_the_work_under_steady_overload() -> None:
     assert stats.reserve_tokens < limits.max_model_len
 
 
+def test_caution_after_a_preemption_wears_off_also_where_clients_hang_up() -> None:
+    rig = Rig(pages=16, limits=Limits(max_model_len=64, max_num_seqs=8, max_step_tokens=64))
+    rig.add(*(ask(f"full{i}", own_prompt(i, 8), 56) for i in range(6)))
+    while rig.scheduler.stats().preemptions < 3:
+        rig.step()
+    cautious = rig.scheduler.stats().reserve_tokens
+    for i in range(6):
+        rig.abort(f"full{i}")
+    for i in range(40):
+        rig.add(ask(str(i), own_prompt(10 + i, 4), 8))
+        rig.step()
+        rig.abort(str(i))
+    assert rig.scheduler.stats().reserve_tokens == 4 < cautious
+
+
 def test_the_latest_arrival_is_preempted_and_the_oldest_never_is() -> None:
     rig = Rig(pages=8, limits=Limits(max_model_len=32, max_num_seqs=3, max_step_tokens=32))
     rig.add(*(ask(name, own_prompt(i, 4), 20) for i, name in enumerate(("old", "mid", "new"))))
