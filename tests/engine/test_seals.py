@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from bifolio.config import EngineConfig
 from bifolio.engine.engine import Engine
+from bifolio.engine.scrub import BEAT_SECONDS, Scrubber
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels import native
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
@@ -169,3 +171,53 @@ def test_no_seal_breaks_by_itself(folder: Path, plan: str) -> None:
     stats = engine.stats()
     assert stats.seal_failures == stats.integrity_failures == 0
     assert stats.seals_checked > 200 and stats.preemptions > 50
+
+
+def test_the_scrub_finds_damage_in_idle_pages_before_a_request_meets_it(folder: Path) -> None:
+    engine = start(folder)
+    first = tokens(run(engine, ask("first"))["first"])
+    pages = cached_pages(engine)
+    for _ in range(len(pages)):
+        engine.scrub()
+    assert cached_pages(engine) == pages
+    assert engine.stats().seals_checked >= len(pages)
+    overwrite_a_byte(engine.pool, pages[1])
+    for _ in range(2 * len(pages)):
+        engine.scrub()
+    engine.scheduler.check_invariants()
+    assert cached_pages(engine) == pages[:1]
+    stats = engine.stats()
+    assert (stats.seal_failures, stats.integrity_failures, stats.pages_quarantined) == (1, 0, 1)
+    again = run(engine, ask("again"))["again"]
+    assert (tokens(again), again[-1].cached_tokens) == (first, 16)
+
+
+def test_the_scrub_ends_a_request_that_holds_a_damaged_page(folder: Path) -> None:
+    engine = start(folder)
+    run(engine, ask("holder"), steps=3)
+    overwrite_a_byte(engine.pool, cached_pages(engine)[0])
+    for _ in range(3):
+        engine.scrub()
+    (last,) = run(engine)["holder"]
+    assert last.error_code is ErrorCode.CACHE_INTEGRITY and not last.tokens
+
+
+def test_a_look_stops_at_its_time_and_goes_on_from_there(folder: Path) -> None:
+    engine = start(folder)
+    run(engine, ask("first", max_tokens=60))
+    pages, seals = len(cached_pages(engine)), engine.runner.seals
+    assert pages == 6 and seals is not None
+    times = itertools.count(step=0.6 * BEAT_SECONDS)
+    scrubber = Scrubber(engine.scheduler.cache, seals, clock=lambda: next(times))
+    seen = []
+    for _ in range(4):
+        scrubber.look()
+        seen.append(seals.checked)
+    assert seen == [2, 4, 6, 8]
+
+
+def test_without_integrity_nothing_is_scrubbed(folder: Path) -> None:
+    engine = start(folder, integrity=False)
+    run(engine, ask("first"))
+    engine.scrub()
+    assert engine.stats().seals_checked == 0

@@ -10,6 +10,7 @@ import structlog
 from bifolio.config import EngineConfig
 from bifolio.core import CacheManager, Limits, PagePool, Scheduler
 from bifolio.engine.messages import EngineStats, Hello
+from bifolio.engine.scrub import Scrubber
 from bifolio.errors import ConfigError, RequestError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan
 from bifolio.kernels.choose import KernelSet, choose
@@ -80,6 +81,8 @@ class Engine:
             integrity=config.integrity,
             tamper=tamper,
         )
+        seals = self.runner.seals
+        self._scrubber = Scrubber(self.scheduler.cache, seals) if seals else None
 
     def _cache_manager(self, page: PageSpec) -> CacheManager:
         def writer(phase: Phase) -> int:
@@ -133,6 +136,11 @@ class Engine:
             if result.fault is not None:
                 log.error("cache integrity", request=row.request_id, fault=result.fault)
         return self.scheduler.commit(step, results)
+
+    def scrub(self) -> None:
+        """Look whether a few cached pages still hold the bytes they were sealed with."""
+        if self._scrubber is not None:
+            self._scrubber.look()
 
     def hello(self) -> Hello:
         """Describe the engine."""

@@ -1,7 +1,7 @@
 """The engine process: takes messages, steps the engine, sends what came out.
 
     loop    take what arrived (sleep in poll when there is nothing to compute)
-            → admit, abort → heartbeat when due → one step → outputs
+            → admit, abort → heartbeat when due, and a look at the cache → one step → outputs
 
 The heartbeat is sent by this loop and by nothing else, so it stops when a step hangs. The process
 leaves SIGINT and SIGTERM to its parent and ends with it: the parent's death closes the channel,
@@ -72,6 +72,9 @@ class Engine(Protocol):
     def step(self) -> list[Output]:
         """Compute one batch. A stop token is the last of `tokens` and is named in `stop_id`."""
 
+    def scrub(self) -> None:
+        """Look for damage in what is kept, for far less time than lies between two heartbeats."""
+
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment; cheap, since it is called several times a second."""
 
@@ -105,6 +108,7 @@ class Worker:
                 self._take(message)
             if time.monotonic() >= self._next_beat:
                 channel.send(engine.stats())
+                engine.scrub()
                 self._next_beat = time.monotonic() + BEAT_SECONDS
             if engine.has_work:
                 outputs = engine.step()

@@ -138,6 +138,9 @@ class ScriptedEngine:
             integrity_failures=self._failures,
         )
 
+    def scrub(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         self._running.clear()
 
