@@ -6,17 +6,20 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bifolio.config import EngineConfig
 from bifolio.engine.engine import Engine
+from bifolio.engine.messages import EngineStats
 from bifolio.engine.scrub import BEAT_SECONDS, Scrubber
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels import native
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
 from bifolio.runtime.pool import KVPool
+from bifolio.serve.metrics import Metrics
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 from bifolio.testing.tiny import tiny_config, write_model
 
@@ -221,3 +224,10 @@ def test_without_integrity_nothing_is_scrubbed(folder: Path) -> None:
     run(engine, ask("first"))
     engine.scrub()
     assert engine.stats().seals_checked == 0
+
+
+def test_metrics_tell_pages_checked_from_pages_that_failed() -> None:
+    stats = EngineStats(seals_checked=31, seal_failures=2)
+    text = Metrics(SimpleNamespace(stats=stats, open_requests=0)).text().decode()
+    assert "bifolio_page_seals_checked_total 31.0" in text
+    assert "bifolio_page_seal_failures_total 2.0" in text
