@@ -8,6 +8,12 @@ namespace {
 // Headers lie far apart, so the time goes into waiting for memory: ask early.
 constexpr int64_t kAhead = 16;
 
+// The page may lie outside the pool: an address that is fetched need not be one.
+void fetch(const PageCheckArgs& a, int64_t page) {
+  const auto offset = static_cast<uintptr_t>(page * a.page_bytes);
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(a.pool) + offset));
+}
+
 }  // namespace
 
 // On the calling thread: waking others takes as long as the whole check.
@@ -20,8 +26,7 @@ void page_check(const PageCheckArgs& a, ThreadPool&) {
     const int64_t count = a.counts[row];
     int64_t wrong = -1;
     for (int64_t i = 0; i < count; ++i) {
-      // An address is only computed here, so it need not lie in the pool.
-      if (i + kAhead < count) __builtin_prefetch(a.pool + table[i + kAhead] * a.page_bytes);
+      if (i + kAhead < count) fetch(a, table[i + kAhead]);
       const int64_t page = table[i];
       uint64_t tag = 0;
       if (page >= 0 && page < a.pool_pages) {
