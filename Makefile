@@ -3,7 +3,7 @@ BIN := .venv/bin
 MODEL ?= smollm2-135m
 ARGS ?=
 
-.PHONY: help serve chat check test soak bench wheel clean env-run env-dev
+.PHONY: help serve chat check test soak sanitize bench wheel clean env-run env-dev
 
 help:  ## say what each command does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,6 +31,17 @@ test: check  ## check, then every test but the long ones
 
 soak: env-dev  ## the long runs; results go to docs/results, dated
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -m soak --timeout 0 $(ARGS)
+
+sanitize: env-dev  ## kernel tests under the address and undefined-behaviour sanitizers of GCC
+	$(BIN)/cmake -S . -B build/sanitize -DBIFOLIO_SANITIZE=ON \
+	  -DPython_EXECUTABLE="$(abspath $(BIN)/python)" \
+	  -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+	$(BIN)/cmake --build build/sanitize --target _native --parallel
+	rm -rf build/sanitized && mkdir -p build/sanitized && cp -r src/bifolio build/sanitized/
+	rm -f build/sanitized/bifolio/_native*.so && cp build/sanitize/_native*.so build/sanitized/bifolio/
+	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  $(BIN)/pytest -p no:cacheprovider tests/kernels -k "not idle and not environment" $(ARGS)
 
 bench: env-run  ## kernels and engine against their ceilings; the last line is JSON
 	@$(BIN)/python tools/bench.py $(ARGS)
