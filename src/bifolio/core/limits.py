@@ -13,13 +13,16 @@ from bifolio.request import Request
 class Limits:
     """Bounds of requests and steps: tokens of a request, rows and tokens of a step, queue length.
 
-    `stall_seconds` without a computed token, while work waits, count as a stall.
+    `max_step_logits` bounds the prompt positions of a step whose logits are wanted: a row of logits
+    is as long as the vocabulary. `stall_seconds` without a computed token, while work waits, count
+    as a stall.
     """
 
     max_model_len: int
     max_num_seqs: int = 64
     max_step_tokens: int = 2048
     max_waiting: int = 1024
+    max_step_logits: int = 256
     stall_seconds: float = 60.0
 
     def longest(self, pages: int, page_size: int) -> int:

@@ -75,6 +75,7 @@ class Scheduler:
         self._step: Step | None = None
         self._planned: list[Sequence] = []
         self._budget = 0
+        self._logits_left = 0
         self._news: list[Output] = []
         self._reserve = cache.page_size
         self._blocked = False
@@ -135,6 +136,7 @@ class Scheduler:
         """
         assert self._step is None, "a step is in flight: commit it first"
         self._budget = self.limits.max_step_tokens
+        self._logits_left = self.limits.max_step_logits
         self._planned = []
         before = self._counts["preemptions"]
         prefill: list[Sequence] = []
@@ -162,9 +164,17 @@ class Scheduler:
         return self._step
 
     def _place(self, sequence: Sequence, count: int) -> None:
-        """Plan the next `count` tokens of a running request, at the cost of later arrivals."""
+        """Plan the next `count` tokens of a running request, at the cost of later arrivals.
+
+        Fewer are planned, or none, where the logits of each of them are wanted.
+        """
         table = sequence.table
         assert table is not None
+        if sequence.prompt_logprobs is not None and table.computed < sequence.prompt_len:
+            count = min(count, self._logits_left)
+            self._logits_left -= count
+        if count == 0:
+            return
         while not self.cache.reserve(table, table.computed + count):
             if not self._make_room(sequence):
                 return

@@ -43,6 +43,7 @@ class Engine:
         tamper: Tamper | None = None,
     ) -> None:
         self._config = config
+        self._stalled = False
         source = resolve_source(config.model)
         self.spec = source.spec
         page = PageSpec.of(self.spec, config.plan.prefill.cache, config.plan.page_size)
@@ -158,8 +159,12 @@ class Engine:
         )
 
     def stats(self) -> EngineStats:
-        """Counters and gauges of this moment."""
+        """Counters and gauges of this moment; the log hears of it when nothing moves any more."""
         stats, seals = self.scheduler.stats(), self.runner.seals
+        stalled = self.scheduler.stalled()
+        if stalled is not None and not self._stalled:
+            log.error("no progress", state=stalled)
+        self._stalled = stalled is not None
         return EngineStats(
             steps=stats.steps,
             progress=stats.computed_tokens + stats.finished + stats.aborted,

@@ -10,7 +10,7 @@ import pytest
 from bifolio.core import CacheManager, Limits, PageFault, PagePool, RowResult, Scheduler, Step
 from bifolio.core.sequence import Sequence
 from bifolio.errors import OverloadedError, RequestError
-from bifolio.request import ErrorCode, FinishReason, Request, SamplingParams
+from bifolio.request import ErrorCode, FinishReason, Request, SamplingParams, TokenLogprobs
 from bifolio.testing.rig import Rig
 from bifolio.testing.scripted import ScriptedModel
 
@@ -86,6 +86,29 @@ def test_no_step_exceeds_its_tokens_or_rows() -> None:
         assert sum(end - start for _, start, end in rows) <= 5
         assert len(rows) <= 3
     assert scheduler.stats().finished == 9
+
+
+def test_rows_that_want_prompt_logits_share_what_a_step_may_give() -> None:
+    scheduler = make_scheduler(max_step_tokens=64, max_step_logits=8)
+    for name in "ab":
+        scheduler.add(ask(name, 12, 3, prompt_logprobs=1))
+    scheduler.add(ask("c", 30, 3))
+    wanted = []
+    while (step := scheduler.schedule()) is not None:
+        prefill = [row for row in step.rows if row.request_id in "ab" and row.start < 12]
+        wanted.append(sum(len(row.token_ids) for row in prefill))
+        results = []
+        for row in step.rows:
+            count = max(0, min(row.end, row.prompt_len - 1) - row.logits_from)
+            results.append(
+                RowResult(
+                    token=1 if row.sample else None,
+                    prompt_logprobs=[TokenLogprobs(0.0, 1, [])] * count * (row.request_id in "ab"),
+                )
+            )
+        scheduler.commit(step, results)
+    assert wanted[:4] == [8, 8, 8, 0]
+    assert scheduler.stats().finished == 3
 
 
 def test_every_running_request_decodes_in_every_step() -> None:
