@@ -47,6 +47,20 @@ def test_for_people_a_record_is_a_line_of_text(capsys: pytest.CaptureFixture[str
         json.loads(line)
 
 
+def test_a_traceback_for_people_shows_no_values_of_variables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure("info", for_people=True)
+    prompt_ids = [314158 + 1]  # not to be found in the source
+    try:
+        raise ValueError(f"{len(prompt_ids)} tokens failed")
+    except ValueError:
+        structlog.get_logger("ours").exception("step failed")
+    printed = capsys.readouterr().err
+    assert "314159" not in printed
+    assert "ValueError: 1 tokens failed" in printed
+
+
 def test_a_level_hides_what_is_below_it(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("warning", for_people=False)
     log = structlog.get_logger("ours")

@@ -37,7 +37,12 @@ def configure(level: str, *, for_people: bool | None = None) -> None:
         ),
     ]
     renderers: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=True)]
+        # Without the local variables of each frame: prompts are among them.
+        [
+            structlog.dev.ConsoleRenderer(
+                colors=True, exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
         if for_people
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
