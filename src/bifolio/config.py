@@ -57,7 +57,7 @@ class EngineConfig(_Frozen):
         if plan.prefill.cache != plan.decode.cache:
             raise ConfigError(
                 f"one process has one cache pool, so prefill cache={plan.prefill.cache} and decode "
-                f"cache={plan.decode.cache} cannot differ here; run two pools with --pools 1p1d"
+                f"cache={plan.decode.cache} cannot differ; give both the same"
             )
         return plan
 

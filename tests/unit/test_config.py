@@ -63,7 +63,7 @@ def test_options_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> Non
         ({"model": "m", "cache_memory": "much"}, r"cannot read 'much' as a size"),
         ({"model": "m", "plan": 8}, r"plan.*8.*text"),
         ({"model": "m", "plan": "int3/bf16"}, r"unknown weight format 'int3'"),
-        ({"model": "m", "decode": "bf16/fp8"}, r"one cache pool.*--pools 1p1d"),
+        ({"model": "m", "decode": "bf16/fp8"}, r"one cache pool.*bf16.*fp8.*give both the same"),
     ],
 )
 def test_what_cannot_work_is_refused_by_key_and_value(
