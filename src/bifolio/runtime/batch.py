@@ -51,7 +51,8 @@ class BatchBuffers:
         self.query_start = ints(max_rows + 1)
         self.context_len = ints(max_rows)
         self.block_table = ints(max_rows, max_pages)
-        self._batches: dict[tuple[int, int, int], Batch] = {}
+        self._batches: dict[int, Batch] = {}
+        """Of one token per row, by the number of rows."""
 
     def fill(self, segments: list[Segment]) -> Batch:
         """Describe a pass over `segments`, all but the block table; returns views."""
@@ -71,8 +72,8 @@ class BatchBuffers:
         return self._batch(t, len(segments), logits)
 
     def _batch(self, tokens: int, rows: int, logits: int) -> Batch:
-        key = (tokens, rows, logits)
-        batch = self._batches.get(key)
+        decode = tokens == rows == logits
+        batch = self._batches.get(rows) if decode else None
         if batch is None:
             batch = Batch(
                 token_ids_t=torch.from_numpy(self.token_ids[:tokens]),
@@ -84,6 +85,6 @@ class BatchBuffers:
                 logits_index_l=torch.from_numpy(self.logits_index[:logits]),
                 max_context=self._max_context,
             )
-            if tokens <= self.block_table.shape[0]:  # shapes of decode come again, chunks seldom do
-                self._batches[key] = batch
+            if decode:  # shapes of decode come again, and there are few
+                self._batches[rows] = batch
         return batch
