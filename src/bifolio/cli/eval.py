@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    text: Annotated[Path, typer.Argument(help="A UTF-8 text to score.", exists=True)],
+    text: Annotated[Path, typer.Argument(help="A UTF-8 text to score.")],
     candidate: Annotated[
         list[str], typer.Option(help="A plan to judge, as for serve; may be repeated.")
     ],
@@ -29,7 +29,12 @@ def evaluate(
     """Measure the distance between the output distributions of two plans.
 
     The context of each window runs through the plan's prefill side and the scored tokens through
-    its decode side. Example: bifolio eval book.txt --candidate int4:g32:a8/fp8
+    its decode side.
+
+    [bold]Examples[/]
+
+      bifolio eval book.txt --candidate int8/fp8:token
+      bifolio eval book.txt --candidate fp8/fp8 --candidate int4:g32:a8/fp8 --json
     """
     from bifolio.engine.text_files import load_text_side
     from bifolio.evals.distance import measure
@@ -39,7 +44,10 @@ def evaluate(
 
     source = resolve_source(model)
     side = load_text_side(source.gguf.metadata if source.is_gguf else source.path)
-    tokens = side.tokenizer.encode(text.read_text(encoding="utf-8"))
+    try:
+        tokens = side.tokenizer.encode(text.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {text} as UTF-8 text: {error}") from error
     try:
         texts = cut(tokens, context, scored, windows)
     except ValueError as error:
