@@ -51,10 +51,8 @@ void run_unit(Worker& worker, const AttentionArgs& a, const Workspace& w, const 
   }
 }
 
-// Up to so many query rows, reading keys and values takes longer than multiplying with them.
-constexpr int64_t kFewRows = 2 * kTileRows;
-
-// FewDot serves items of few query rows, where it is quicker; it must give the same bits.
+// FewDot serves items whose query rows fit into one of its tiles, where it is quicker; it must give
+// the same bits.
 template <class Dot, class FewDot>
 void attend(const AttentionArgs& a, const Workspace& w, ThreadPool& pool) {
   parallel_section(pool, w.plan.units, [&](TileCursor& cursor, int thread) {
@@ -67,7 +65,7 @@ void attend(const AttentionArgs& a, const Workspace& w, ThreadPool& pool) {
     for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) {
       const int64_t unit = w.plan.units - 1 - tile;
       const Item& item = item_of_unit(w.plan, unit);
-      if (item.count * (a.heads / a.kv_heads) <= kFewRows) {
+      if (item.count * (a.heads / a.kv_heads) <= FewDot::kTileRows) {
         run_unit(few_worker, a, w, item, unit);
       } else {
         run_unit(worker, a, w, item, unit);

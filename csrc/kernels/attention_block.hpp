@@ -131,12 +131,20 @@ class BlockReader {
     const int64_t numbers = kGroup * pages_.head_dim;
     uint16_t* keys = reinterpret_cast<uint16_t*>(memory_.k) + g * numbers;
     uint16_t* values = reinterpret_cast<uint16_t*>(memory_.v) + g * numbers;
-    for (int64_t i = 0; i < numbers / kCodes; ++i) {
-      _mm512_storeu_si512(keys + i * kCodes, widen_(k + i * pitch));
+    const auto widen_two = [&](const uint8_t* codes, uint16_t* out) {
+      __m512i first, second;
+      widen_(codes, first, second);
+      _mm512_storeu_si512(out, first);
+      _mm512_storeu_si512(out + kCodes, second);
+    };
+    if (pitch == kCodes) {
+      for (int64_t i = 0; i < numbers; i += 2 * kCodes) widen_two(k + i, keys + i);
+    } else {
+      for (int64_t i = 0; i < numbers / kCodes; ++i) {
+        _mm512_storeu_si512(keys + i * kCodes, widen_(k + i * pitch));
+      }
     }
-    for (int64_t i = 0; i < numbers; i += kCodes) {
-      _mm512_storeu_si512(values + i, widen_(v + i));
-    }
+    for (int64_t i = 0; i < numbers; i += 2 * kCodes) widen_two(v + i, values + i);
     block.k[g] = reinterpret_cast<const char*>(keys);
     block.k_step = kCodes * sizeof(uint16_t);
     block.v[g] = reinterpret_cast<const char*>(values);

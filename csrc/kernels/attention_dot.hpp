@@ -19,12 +19,8 @@ inline constexpr int kGroups = kBlock / kGroup;
 inline constexpr int kBlockVectors = kBlock / kLanes;
 inline constexpr int kGroupVectors = kGroup / kLanes;
 
-// Query rows of a register tile.
-#if defined(__AVX2__)
-inline constexpr int kTileRows = 6;
-#else
-inline constexpr int kTileRows = 2;
-#endif
+// Most query rows of a register tile, of any kind of operand.
+inline constexpr int kMostTileRows = 8;
 
 // Operands of one block of one KV head. A step covers Dot::kPack dimensions or keys.
 struct Block {
@@ -60,14 +56,16 @@ void with_constant(int n, const Fn& fn) {
 
 template <bool kRounded>
 struct FloatDot {
+  static constexpr bool kTwoAtOnce = false;  // whether two neighbouring vectors load faster together
   static constexpr int kPack = 1;
   static constexpr int kVectorBytes = sizeof(Lanes);
+  // A register tile is so many rows high, and so many groups of keys or vectors of outputs wide.
 #if defined(__AVX512F__)
-  static constexpr int kTileGroups = 4, kTileVectors = 4;
+  static constexpr int kTileRows = 6, kTileGroups = 4, kTileVectors = 4;
 #elif defined(__AVX2__)
-  static constexpr int kTileGroups = 1, kTileVectors = 2;
+  static constexpr int kTileRows = 6, kTileGroups = 1, kTileVectors = 2;
 #else
-  static constexpr int kTileGroups = 1, kTileVectors = 4;
+  static constexpr int kTileRows = 2, kTileGroups = 1, kTileVectors = 4;
 #endif
   using Element = float;
   using Operand = Lanes;
@@ -99,9 +97,10 @@ struct FloatDot {
 
 #if defined(__AVX512F__)
 struct PairDot {
+  static constexpr bool kTwoAtOnce = false;
   static constexpr int kPack = 2;
   static constexpr int kVectorBytes = sizeof(Lanes);
-  static constexpr int kTileGroups = 4, kTileVectors = 4;
+  static constexpr int kTileRows = 6, kTileGroups = 4, kTileVectors = 4;
   using Element = uint32_t;
   using Operand = __m512i;
 
@@ -130,10 +129,12 @@ struct PairDot {
 };
 
 struct CodeDot : PairDot {
+  static constexpr bool kTwoAtOnce = true;
   static constexpr int kVectorBytes = 2 * kLanes;
-  static constexpr int kTileGroups = 2, kTileVectors = 2;  // the tables take registers too
+  static constexpr int kTileRows = 8, kTileGroups = 2, kTileVectors = 2;  // tables take registers
 
   Operand load(const char* p) const { return widen(p); }
+  void load_two(const char* p, Operand& first, Operand& second) const { widen(p, first, second); }
 
   E4m3ToBf16 widen;
 };
@@ -148,16 +149,30 @@ void score_tile(const Dot& dot, const typename Dot::Element* q, int64_t ldq, int
   const int64_t k_step = block.k_step;
   constexpr int C = G * kGroupVectors;
   Lanes sum[R][C] = {};
-  for (int64_t i = 0; i < steps; ++i) {
+  const auto add = [&](int64_t i, const typename Dot::Operand(&b)[C]) {
+    for (int r = 0; r < R; ++r) {
+      const auto a = Dot::splat(q[r * ldq + i]);
+      for (int c = 0; c < C; ++c) sum[r][c] = Dot::dot(sum[r][c], a, b[c]);
+    }
+  };
+  int64_t i = 0;
+  if constexpr (Dot::kTwoAtOnce) {
+    // In pages of 16 tokens, the steps of a group are neighbours.
+    for (; k_step == Dot::kVectorBytes && i < steps; i += 2) {
+      typename Dot::Operand b[2][C];
+      for (int c = 0; c < C; ++c) fetch<Dot>(next[c] + i * k_step);
+      for (int c = 0; c < C; ++c) dot.load_two(k[c] + i * k_step, b[0][c], b[1][c]);
+      add(i, b[0]);
+      add(i + 1, b[1]);
+    }
+  }
+  for (; i < steps; ++i) {
     typename Dot::Operand b[C];
     for (int g = 0; g < G; ++g) fetch<Dot>(next[g] + i * k_step);
     for (int c = 0; c < C; ++c) {
       b[c] = dot.load(k[c / kGroupVectors] + i * k_step + (c % kGroupVectors) * Dot::kVectorBytes);
     }
-    for (int r = 0; r < R; ++r) {
-      const auto a = Dot::splat(q[r * ldq + i]);
-      for (int c = 0; c < C; ++c) sum[r][c] = Dot::dot(sum[r][c], a, b[c]);
-    }
+    add(i, b);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -189,7 +204,11 @@ void output_tile(const Dot& dot, const typename Dot::Element* w, const Block& bl
     for (; first < end; ++first, v += block.v_step, next += block.v_step) {
       typename Dot::Operand b[C];
       for (int line = 0; line < C * Dot::kVectorBytes; line += 64) fetch<Dot>(next + line);
-      for (int c = 0; c < C; ++c) b[c] = dot.load(v + c * Dot::kVectorBytes);
+      if constexpr (Dot::kTwoAtOnce && C == 2) {
+        dot.load_two(v, b[0], b[1]);
+      } else {
+        for (int c = 0; c < C; ++c) b[c] = dot.load(v + c * Dot::kVectorBytes);
+      }
       for (int r = 0; r < R; ++r) {
         const auto a = Dot::splat(w[r * ldw + first]);
         for (int c = 0; c < C; ++c) sum[r][c] = Dot::dot(sum[r][c], a, b[c]);

@@ -21,8 +21,8 @@ inline constexpr float kNoMaximum = -__builtin_inff();
 struct Scratch {
   BlockMemory block;
   uint32_t* q;          // [rows][head_dim] floats, or pairs of bf16
-  float* scores;        // [kTileRows][kBlock]
-  uint32_t* weights;    // [kTileRows][kBlock] floats, or pairs of bf16
+  float* scores;        // [kMostTileRows][kBlock]
+  uint32_t* weights;    // [kMostTileRows][kBlock] floats, or pairs of bf16
   float* edge;          // [head_dim] pairs: values of a pair of keys of which only one counts
   float* o;             // [rows][head_dim] of the split at hand
   float* maximum;       // [rows], and some to be read in vain
@@ -38,8 +38,8 @@ struct Scratch {
     s.block = {carver.take<float>(dim * kBlock), carver.take<float>(dim * kBlock),
                carver.take<float>(kBlock), carver.take<float>(kBlock)};
     s.q = carver.take<uint32_t>(rows * dim);
-    s.scores = carver.take<float>(kTileRows * kBlock);
-    s.weights = carver.take<uint32_t>(kTileRows * kBlock);
+    s.scores = carver.take<float>(kMostTileRows * kBlock);
+    s.weights = carver.take<uint32_t>(kMostTileRows * kBlock);
     s.edge = carver.take<float>(dim);
     s.o = carver.take<float>(rows * dim);
     s.maximum = carver.take<float>(rows + kLanes);
@@ -64,6 +64,7 @@ template <class Dot>
 class Worker {
  public:
   using Element = typename Dot::Element;
+  static constexpr int kTileRows = Dot::kTileRows;
 
   Worker(const AttentionArgs& args, const Scratch& scratch)
       : a_(args),
@@ -394,7 +395,7 @@ class Worker {
     }
   }
 
-  static constexpr float kOnes[6] = {1, 1, 1, 1, 1, 1};
+  static constexpr float kOnes[kMostTileRows] = {1, 1, 1, 1, 1, 1, 1, 1};
 
   const AttentionArgs& a_;
   Dot dot_;

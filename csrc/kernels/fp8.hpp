@@ -30,18 +30,18 @@ inline Lanes lanes_from_e4m3(IntLanes code) {
 
 // Clamp to ±448, round to nearest even, NaN stays NaN: codes in the low byte of each lane.
 inline IntLanes e4m3_from_lanes(Lanes x) {
-  constexpr float kMax = 448.0F;
-  constexpr float kLeastNormal = 0x1p-6F;
-  constexpr float kSubnormalUnit = 0x1p14F;  // its last mantissa bit is worth 2^-9
-  const Lanes magnitude = abs(x);
-  const Lanes clamped = magnitude > kMax ? splat(kMax) : magnitude;
-  const IntLanes u = bits(clamped);
+  constexpr int32_t kMax = 0x43e00000;  // 448
+  constexpr int32_t kInfinity = 0x7f800000;
+  constexpr int32_t kLeastNormal = 0x3c800000;  // 2^-6
+  constexpr float kSubnormalUnit = 0x1p14F;     // its last mantissa bit is worth 2^-9
+  const IntLanes magnitude = bits(x) & 0x7fffffff;
+  const IntLanes u = magnitude < kMax ? magnitude : splat(kMax);
   // Normal numbers: drop 20 bits, half to even, and move the exponent's bias from 127 to 7.
-  const IntLanes normal = ((u + 0x7ffff + (u >> 20 & 1)) >> 20) - (120 << 3);
-  const IntLanes subnormal = bits(clamped + kSubnormalUnit) - bits(splat(kSubnormalUnit));
-  const IntLanes code = clamped < kLeastNormal ? subnormal : normal;
+  const IntLanes normal = ((u + (u >> 20 & 1)) + (0x7ffff - (120 << 23))) >> 20;
+  const IntLanes subnormal = bits(from_bits(u) + kSubnormalUnit) - bits(splat(kSubnormalUnit));
+  const IntLanes code = u < kLeastNormal ? subnormal : normal;
   const IntLanes sign = bits(x) >> 24 & 0x80;
-  return (x != x ? splat(0x7f) : code) | sign;
+  return (code - (magnitude > kInfinity)) | sign;  // a comparison is -1 where it holds
 }
 
 inline uint8_t e4m3_from_float(float x) {
@@ -76,7 +76,7 @@ inline uint16_t token_scale_from_absmax(float absmax) {
 }
 
 #if defined(__AVX512F__)
-// The bf16 numbers of 32 codes: high and low bytes are looked up in tables of the magnitude.
+// The bf16 numbers of 32 or 64 codes: high and low bytes are looked up in tables of the magnitude.
 class E4m3ToBf16 {
  public:
   E4m3ToBf16() {
@@ -100,14 +100,27 @@ class E4m3ToBf16 {
     const __m256i packed = _mm256_loadu_si256(static_cast<const __m256i*>(codes));
     const __m512i code = _mm512_permutexvar_epi8(twice_, _mm512_castsi256_si512(packed));
     const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
-    const __m512i high = _mm512_permutex2var_epi8(high_[0], code, high_[1]);
-    const __m512i magnitude = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, low, high);
-    constexpr int kAndOr = 0xf8;  // a | (b & c)
-    return _mm512_ternarylogic_epi32(magnitude, code,
-                                     _mm512_set1_epi16(static_cast<int16_t>(0x8000)), kAndOr);
+    const __m512i high = with_sign(_mm512_permutex2var_epi8(high_[0], code, high_[1]), code);
+    return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, low, high);
+  }
+
+  // 64 codes in fewer instructions than twice 32.
+  void operator()(const void* codes, __m512i& first, __m512i& second) const {
+    // Bytes are interleaved within each quarter: bring there what belongs there.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
+    const __m512i high = with_sign(_mm512_permutex2var_epi8(high_[0], code, high_[1]), code);
+    first = _mm512_unpacklo_epi8(low, high);
+    second = _mm512_unpackhi_epi8(low, high);
   }
 
  private:
+  static __m512i with_sign(__m512i high, __m512i code) {
+    constexpr int kOrAnd = 0xf8;  // a | (b & c)
+    return _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(static_cast<char>(0x80)), kOrAnd);
+  }
+
   __m512i low_[2], high_[2], twice_;
 };
 #endif

@@ -34,6 +34,26 @@ inline Lanes splat(float x) { return x - Lanes{}; }
 
 inline IntLanes splat(int32_t x) { return x - IntLanes{}; }
 
+// kLanes numbers of 8 or 16 bits, zero-extended. (The compiler's own conversion of bytes goes
+// through scalar registers.)
+inline IntLanes load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<IntLanes>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntLanes>(_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
+#else
+  return IntLanes{p[0], p[1], p[2], p[3]};
+#endif
+}
+
+inline IntLanes load_halves(const uint8_t* p) {
+  using Halves [[gnu::vector_size(2 * kLanes)]] = uint16_t;
+  Halves x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, IntLanes);
+}
+
 inline IntLanes bits(Lanes x) { return reinterpret_cast<IntLanes>(x); }
 
 inline Lanes from_bits(IntLanes x) { return reinterpret_cast<Lanes>(x); }
