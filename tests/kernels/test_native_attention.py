@@ -67,11 +67,21 @@ def test_outputs_match_dense_attention_in_float64(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.parametrize("group", [3, 8])
+@pytest.mark.parametrize("page_size", [16, 64])
 def test_a_token_has_the_same_bits_alone_in_a_batch_chunked_and_at_any_thread_count(
-    isa: str, cache_format: str
+    isa: str, cache_format: str, group: int, page_size: int
 ) -> None:
-    rows = [(700, 700), (1, 1), (513, 3), (1030, 1), (256, 17), (64, 1)]
-    case = make_case(rows, cache_format=cache_format, heads=6, kv_heads=2, head_dim=48, seed=3)
+    rows = [(600, 600), (1, 1), (513, 3), (1030, 1), (256, 17), (64, 1)]
+    case = make_case(
+        rows,
+        cache_format=cache_format,
+        page_size=page_size,
+        heads=2 * group,
+        kv_heads=2,
+        head_dim=48,
+        seed=3,
+    )
     for window in (None, 37, 300):
         together = attend(native.NativeOps(1, isa), case, window)
         for threads in (2, 3, 7):
