@@ -36,12 +36,14 @@ def evaluate(
       bifolio eval book.txt --candidate int8/fp8:token
       bifolio eval book.txt --candidate fp8/fp8 --candidate int4:g32:a8/fp8 --json
     """
+    from bifolio.engine.logs import configure
     from bifolio.engine.text_files import load_text_side
     from bifolio.evals.distance import measure
     from bifolio.evals.distance import windows as cut
     from bifolio.evals.forced import scorer
     from bifolio.models.source import resolve_source
 
+    configure("warning")
     source = resolve_source(model)
     side = load_text_side(source.gguf.metadata if source.is_gguf else source.path)
     try:
