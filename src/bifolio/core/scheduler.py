@@ -170,9 +170,9 @@ class Scheduler:
         """
         table = sequence.table
         assert table is not None
+        logits = 0
         if sequence.prompt_logprobs is not None and table.computed < sequence.prompt_len:
-            count = min(count, self._logits_left)
-            self._logits_left -= count
+            logits = count = min(count, self._logits_left)
         if count == 0:
             return
         while not self.cache.reserve(table, table.computed + count):
@@ -181,6 +181,7 @@ class Scheduler:
         sequence.plan(count)
         self._planned.append(sequence)
         self._budget -= count
+        self._logits_left -= logits
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt the latest arrival for `sequence`; False if that is `sequence` itself."""

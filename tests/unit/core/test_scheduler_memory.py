@@ -241,3 +241,31 @@ def test_every_page_can_be_quarantined_without_a_crash() -> None:
     assert rig.answers["a"].error_code is ErrorCode.CACHE_EXHAUSTED
     with pytest.raises(RequestError, match="holds 0 tokens"):
         rig.add(ask("b", [1], 1))
+
+
+def test_a_row_that_finds_no_page_leaves_its_share_of_logits_to_the_others() -> None:
+    limits = Limits(max_model_len=64, max_num_seqs=8, max_step_tokens=64, max_step_logits=4)
+    rig = Rig(pages=32, limits=limits)
+    others = {"x": 40, "y": 4, "z": 4}  # x has had most, so its next request is admitted last
+    rig.add(*(ask(salt, own_prompt(i, n), 20, salt) for i, (salt, n) in enumerate(others.items())))
+    rig.step()
+    for number, name, salt in ((3, "first", "x"), (4, "second", "y")):
+        prompt, sampling = own_prompt(number, 12), SamplingParams(max_tokens=2, prompt_logprobs=1)
+        rig.add(Request(id=name, prompt_ids=prompt, sampling=sampling, cache_salt=salt))
+    step = rig.schedule()
+    assert step is not None
+    assert [row.request_id for row in step.rows] == [*others, "second"]
+    (kept,) = step.rows[-1].page_ids
+    rig.commit(step, rig.runner.execute(step))
+    for name in others:
+        rig.abort(name)
+    for page in {*rig.pool.free_pages(), *rig.cache.tree.pages()} - {kept}:
+        rig.cache.quarantine(page)
+    step = rig.schedule()
+    assert step is not None, "the later arrival is preempted, the other one has the logits"
+    assert [(row.request_id, row.end) for row in step.rows] == [("first", 4)]
+    rig.commit(step, rig.runner.execute(step))
+    rig.run()
+    for name in ("first", "second"):
+        assert rig.answers[name].error_code is ErrorCode.CACHE_EXHAUSTED
+    rig.check_idle()
