@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _within("max_tokens", self.max_tokens, 1, None)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
         _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, None)
+        _within("top_k", self.top_k, 0, 2**63 - 1)
         _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)

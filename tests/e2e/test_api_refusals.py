@@ -68,6 +68,7 @@ PROMPTS = {
     "floats": ([1.0, 2.0], "prompt"),
     "deep": ([[[1]]], "prompt"),
     "object": ({"a": 1}, "prompt"),
+    "too many": (["a"] * 1025, "prompt"),
 }
 
 
@@ -93,6 +94,8 @@ NUMBERS = [
     ("top_p", 0, "above 0"),
     ("top_p", 1.5, "at most 1"),
     ("top_k", -2, "at least 0"),
+    ("top_k", 2**63, "at most"),
+    ("top_k", 10**30, "at most"),
     ("min_p", 2, "at most 1"),
     ("repetition_penalty", 0, "above 0"),
     ("frequency_penalty", 3, "at most 2"),

@@ -81,6 +81,22 @@ def test_rules_keep_exactly_the_tokens_that_they_name(
     assert choices(ops, PROBABILITIES.log(), 400, **rule) == allowed
 
 
+@pytest.mark.parametrize(
+    ("logits", "temperature", "allowed"),
+    [
+        ([1.0, math.inf, 3.0, math.inf], 1.0, {1}),
+        ([-math.inf, -math.inf, -math.inf], 1.0, {0}),
+        ([1.0, 5.0, 3.0], 1e-310, {1}),
+        ([-9.0, -5.0, -5.0], 1e-310, {1, 2}),
+    ],
+)
+def test_logits_beyond_numbers_choose_the_best_and_fail_nobody(
+    ops: SamplingOps, logits: list[float], temperature: float, allowed: set[int]
+) -> None:
+    rule = draw(position=3, temperature=temperature, seed=1)
+    assert ops.choose([torch.tensor(logits)], [rule])[0] in allowed
+
+
 def test_equal_logits_rank_by_id_and_masked_ids_never_come(ops: SamplingOps) -> None:
     logits = torch.zeros(70)
     assert ops.greedy(logits[None]) == [0]

@@ -20,7 +20,7 @@ def test_the_defaults_are_in_range() -> None:
     [
         ("max_tokens", [1, 10**9], [0, -1]),
         ("temperature", [0.0, 100.0], [-0.1, 100.1, float("nan"), float("inf")]),
-        ("top_k", [0, 10**6], [-1]),
+        ("top_k", [0, 10**6, 2**63 - 1], [-1, 2**63, 10**30]),
         ("top_p", [1e-9, 1.0], [0.0, 1.1, -1.0, float("nan")]),
         ("min_p", [0.0, 1.0], [-0.1, 1.1]),
         ("repetition_penalty", [0.01, 100.0], [0.0, -1.0, 101.0, float("nan")]),

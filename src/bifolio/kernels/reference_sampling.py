@@ -8,6 +8,7 @@ ones by rising id; every rule below speaks of that order. Sums are in float64.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,9 +66,10 @@ class ReferenceSampling:
         logits_v = adjust(logits_v, draw)
         sampling = draw.sampling
         order_v = _ranked(logits_v)
-        if sampling.temperature == 0:
+        best = float(logits_v[order_v[0]])
+        if sampling.temperature == 0 or not math.isfinite(best):
             return int(order_v[0])
-        sorted_v = logits_v[order_v].double() / sampling.temperature
+        sorted_v = (logits_v[order_v].double() - best) / sampling.temperature
         p_v = torch.softmax(sorted_v, dim=0)
         keep = int((p_v >= sampling.min_p * p_v[0]).sum())
         if sampling.top_k:
