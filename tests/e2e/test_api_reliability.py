@@ -12,6 +12,10 @@ import openai
 import pytest
 from e2e_harness import FAULT, HANG, KILL, default_script, serving, until
 
+from bifolio.serve.completions import _read_prompts
+from bifolio.serve.protocol import CompletionBody
+from bifolio.testing.text import byte_tokenizer
+
 ENDLESS = {"model": "tiny", "prompt": "abc", "max_tokens": 400, "ignore_eos": True}
 SLOW = {"step_seconds": 0.01}
 
@@ -44,6 +48,29 @@ async def test_keys_are_needed_where_requests_are_and_nowhere_else():
         async with client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
+
+
+async def test_many_prompts_are_read_one_by_one_with_others_in_between():
+    seen = []
+
+    class Prompts:
+        tokenizer = byte_tokenizer()
+
+        def check_chars(self, text, param):
+            pass
+
+        async def encode(self, text, *, add_special_tokens):
+            seen.append(text)
+            return [5]
+
+    async def stream():
+        for _ in range(3):
+            seen.append("stream")
+            await asyncio.sleep(0)
+
+    body = CompletionBody(prompt=["a", "b", "c"])
+    await asyncio.gather(_read_prompts(Prompts(), body), stream())
+    assert seen == ["a", "stream", "b", "stream", "c", "stream"]
 
 
 async def test_a_body_that_is_too_long_is_refused_before_it_is_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from bifolio.errors import RequestError
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
-from bifolio.serve.protocol import CompletionBody, checked_logprobs, shown
+from bifolio.serve.protocol import MAX_CHOICES, CompletionBody, checked_logprobs, shown
 from bifolio.serve.service import Service
 from bifolio.serve.streams import EventStream, while_connected
 
@@ -56,6 +57,8 @@ async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]
         raise RequestError(
             "prompt: must be a text, token ids, or a list that is not empty of either", "prompt"
         )
+    if len(prompt) > MAX_CHOICES:
+        raise RequestError(f"prompt: {len(prompt)} are more than {MAX_CHOICES}", "prompt")
     add = body.add_special_tokens is not False
     found = []
     for item in prompt:
@@ -67,6 +70,7 @@ async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]
             found.append(_Prompt(service.check_ids(item, "prompt")))
         else:
             raise RequestError(f"prompt: {shown(item)} is neither a text nor token ids", "prompt")
+        await asyncio.sleep(0)  # each is quickly read; all together must not hold up the streams
     return found
 
 
