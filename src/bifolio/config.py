@@ -40,7 +40,7 @@ class EngineConfig(_Frozen):
     max_num_seqs: int = Field(default=64, ge=1)
     max_step_tokens: int = Field(default=2048, ge=1)
     max_waiting: int = Field(default=1024, ge=1)
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=1024)
     kernels: Literal["auto", "native", "reference"] = "auto"
     integrity: bool = True
     prefix_cache: bool = True
@@ -111,5 +111,8 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown configuration key {key!r}; known keys: {', '.join(known)}")
         else:
-            lines.append(f"{key}: {item['msg']} (got {item['input']!r})")
+            got = (
+                "" if "api_keys" in item["loc"] else f" (got {item['input']!r})"
+            )  # they are secret
+            lines.append(f"{key}: {item['msg']}{got}")
     return "; ".join(lines)

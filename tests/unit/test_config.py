@@ -59,6 +59,7 @@ def test_options_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> Non
         ({"model": "m", "port": 70_000}, r"port: .*65535.*got 70000"),
         ({"model": "m", "port": "web"}, r"port: .*integer.*got 'web'"),
         ({"model": "m", "max_num_seqs": 0}, r"max_num_seqs: .*greater than or equal to 1"),
+        ({"model": "m", "threads": 1025}, r"threads: .*less than or equal to 1024"),
         ({"model": "m", "kernels": "fast"}, r"kernels: .*'auto', 'native' or 'reference'"),
         ({"model": "m", "cache_memory": "much"}, r"cannot read 'much' as a size"),
         ({"model": "m", "plan": 8}, r"plan.*8.*text"),
@@ -71,6 +72,13 @@ def test_what_cannot_work_is_refused_by_key_and_value(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve(options)
+
+
+@pytest.mark.parametrize("keys", ["a-secret", ["a-secret", 5], {"a-secret": 5}])
+def test_an_error_does_not_show_the_keys(keys: object) -> None:
+    with pytest.raises(ConfigError, match="api_keys") as caught:
+        resolve({"model": "m", "api_keys": keys})
+    assert "secret" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
