@@ -63,7 +63,7 @@ class Engine:
             progress=lambda done, total: progress("weights", done, total),
         )
         self.plan = _in_fact(config.plan, self.models)
-        self.pool = KVPool(page, pages)
+        self.pool = _pool(page, pages)
         self._page_pool = PagePool(pages)
         limits = Limits(
             max_model_len=self.max_model_len,
@@ -194,8 +194,23 @@ def create(config: EngineConfig, progress: Progress) -> Engine:
     return Engine(config, progress)
 
 
+def _pool(page: PageSpec, pages: int) -> KVPool:
+    try:
+        return KVPool(page, pages)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the system gives no {pages * page.page_bytes} bytes for the cache ({error}); "
+            "ask for less cache_memory"
+        ) from error
+
+
 def _model_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int) -> int:
     """Most tokens of a request: as configured, else what the model and the pool both allow."""
+    if config.max_model_len > pool_tokens:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is beyond the {pool_tokens} tokens that "
+            f"cache_memory={config.cache_memory} holds; give more memory or ask for less"
+        )
     if config.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is beyond the {spec.max_position} positions "
