@@ -296,6 +296,9 @@ class TestFolder:
         return folder
 
     def test_missing_and_damaged_files_are_named(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"is no model: it has neither config\.json"):
+            tokenizer_from_folder(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
         with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
             tokenizer_from_folder(tmp_path)
         (tmp_path / "tokenizer.json").write_text("{")

@@ -63,6 +63,10 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     try:
         backend = Backend.from_str(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if not (folder / "config.json").exists():
+            raise CheckpointError(
+                f"{folder} is no model: it has neither config.json nor tokenizer.json"
+            ) from error
         raise CheckpointError(
             f"{folder} has no tokenizer.json; save one with transformers' "
             "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
