@@ -96,3 +96,11 @@ def test_arena_blocks_are_aligned_and_waste_at_most_an_eighth(count: int) -> Non
     assert tensor.shape == (count,)
     assert count == 0 or tensor.data_ptr() % 64 == 0
     assert 4 * count <= arena.nbytes <= max(1024, 4 * count * 9 / 8)
+
+
+def test_arena_results_of_all_lengths_leave_a_few_times_the_largest_behind() -> None:
+    arena = Arena()
+    largest = 64 << 20
+    for tenth in range(1, 101):
+        arena.take(largest * tenth // 100, dtype=torch.uint8)
+    assert largest <= arena.nbytes <= 4 * largest

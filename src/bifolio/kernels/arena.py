@@ -18,14 +18,19 @@ from torch import Tensor
 
 from bifolio.kernels.memory import Bytes, Region
 
+_LARGE = 8 << 20
+
 _Lent = weakref.ref[npt.NDArray[Any]]
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.uint8: np.uint8}
 
 
 class Arena:
-    """Blocks in size classes, at most an eighth larger than asked for. For one thread.
+    """Blocks in size classes: at most an eighth larger than asked for, large ones twice. For one
+    thread.
 
-    A block returns when the last tensor on its memory is gone, views included.
+    A block returns when the last tensor on its memory is gone, views included. Blocks are kept, so
+    passes of all lengths leave one of each class behind: large classes are far apart, lest they add
+    up to many times the largest. What is not touched of a block takes no memory.
     """
 
     def __init__(self) -> None:
@@ -56,6 +61,8 @@ class Arena:
 
 
 def _size_class(nbytes: int) -> int:
-    """The next of the sizes 2**e * (8 … 15) / 8, at least 1024."""
+    """The next of the sizes 2**e * (8 … 15) / 8, at least 1024; above 8 MiB the next 2**e."""
+    if nbytes > _LARGE:
+        return 1 << (nbytes - 1).bit_length()
     step = 1 << max(7, nbytes.bit_length() - 4)
     return max(1024, -(-nbytes // step) * step)
