@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 
 import httpx
@@ -71,6 +72,23 @@ async def test_many_prompts_are_read_one_by_one_with_others_in_between():
     body = CompletionBody(prompt=["a", "b", "c"])
     await asyncio.gather(_read_prompts(Prompts(), body), stream())
     assert seen == ["a", "stream", "b", "stream", "c", "stream"]
+
+
+async def test_many_messages_are_rendered_beside_the_event_loop(monkeypatch):
+    async with serving() as server:
+        template, threads = server.server._service.template, []
+        render = template.render
+
+        def watched(*args, **kwargs):
+            threads.append(threading.get_ident())
+            return render(*args, **kwargs)
+
+        monkeypatch.setattr(template, "render", watched)
+        for count in (1, 1000):
+            messages = [{"role": "user", "content": ""}] * count
+            await server.post("/tokenize", messages=messages)
+        here = threading.get_ident()
+        assert [thread == here for thread in threads] == [True, False]
 
 
 async def test_a_body_that_is_too_long_is_refused_before_it_is_read():

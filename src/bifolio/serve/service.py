@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _LONG_TEXT = 50_000
 """Characters from which on text is encoded beside the event loop (about 50 ms of work)."""
 
+_MESSAGE_TEXT = 100
+"""Characters that take as long as a message without any."""
+
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 Result = TypeVar("Result")
@@ -91,7 +94,7 @@ class Service:
                 "messages",
             )
         messages = read_messages(body.messages or [])
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(_MESSAGE_TEXT + len(message["content"]) for message in messages)
 
         def work() -> list[int]:
             prompt = template.render(
