@@ -34,7 +34,9 @@ QUESTION = [{"role": "user", "content": "the capital of the country"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "tiny", tiny_config())
+    return write_model(
+        tmp_path_factory.mktemp("models") / "tiny", tiny_config(max_position_embeddings=8192)
+    )
 
 
 class Server:
@@ -212,7 +214,7 @@ def test_a_conversation_at_a_terminal_goes_on_until_exit(server: Server) -> None
 
 
 def test_control_c_stops_an_answer_and_not_the_conversation(server: Server) -> None:
-    options = ["--url", server.url, "--temperature", "0"]  # greedy, it goes on and on
+    options = ["--url", server.url, "--temperature", "0"]  # greedy, it goes on for seconds
     with terminal_with("chat", *options) as terminal:
         terminal.until_prompt()
         terminal.type("the river\r")

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import httpx
 
+from bifolio.cli.interrupts import noticed_interrupts
 from bifolio.errors import (
     BifolioError,
     ConfigError,
@@ -135,11 +136,15 @@ class ChatClient:
         } | (options or {})
         answer = _Reading(model, self._clock)
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            with (
+                noticed_interrupts() as check_interrupt,
+                self._http.stream("POST", "/v1/chat/completions", json=body) as response,
+            ):
                 if response.is_error:
                     response.read()
                     raise _failure(response)
                 for event in events(response.iter_bytes()):
+                    check_interrupt()
                     if event == "[DONE]":
                         break
                     text = answer.take(event)
