@@ -8,8 +8,6 @@ from paged_batches import PagedCase, dense_attention, make_case, part
 
 from bifolio.kernels import native, paged
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="native kernels are not built")
-
 FORMATS = ("fp32", "bf16", "fp8", "fp8:token")
 ISAS = native.isas() if native.available() else ()
 

@@ -4,12 +4,9 @@ import pytest
 import torch
 
 from bifolio.formats import WeightFormat
-from bifolio.kernels.native import NativeOps, available
+from bifolio.kernels.native import NativeOps
 from bifolio.kernels.ops import Groups, Norm
 from bifolio.quant import encode
-
-if not available():
-    pytest.skip("native kernels are not built", allow_module_level=True)
 
 GROUPS = Groups(members=(0, 2, 3, 6), borders=(0, 1, 18, 20, 27))
 """Of seven weights four are met, by 1, 17, 2 and 7 rows."""

@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bifolio import _native
 from bifolio.formats import Number, Scaling, WeightFormat
-from bifolio.kernels.native import NativeOps, available
+from bifolio.kernels.native import NativeOps
 from bifolio.kernels.ops import Norm
 from bifolio.kernels.reference import ReferenceOps, round_activations
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.quant import decode, encode
-
-if not available():
-    pytest.skip("native kernels are not built", allow_module_level=True)
-
-from bifolio import _native
 
 # fmt: off
 FORMATS = [

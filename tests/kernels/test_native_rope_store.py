@@ -10,8 +10,6 @@ from bifolio.kernels import native, paged
 from bifolio.kernels.ops import Batch, LayerCache, Norm
 from bifolio.kernels.reference import ReferenceOps
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="native kernels are not built")
-
 FORMATS = ("fp32", "bf16", "fp8", "fp8:token")
 ISAS = native.isas() if native.available() else ()
 

@@ -10,9 +10,7 @@ import torch
 
 from bifolio.errors import UnsupportedError
 from bifolio.kernels.arena import Arena
-from bifolio.kernels.native import NativeOps, available
-
-pytestmark = pytest.mark.skipif(not available(), reason="native kernels are not built")
+from bifolio.kernels.native import NativeOps
 
 
 def rows(seed: int, t: int = 64, h: int = 48) -> torch.Tensor:
