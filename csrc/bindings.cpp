@@ -48,6 +48,31 @@ void bind_attention(nb::class_<Runtime>& runtime) {
               FIELD(scale));
 }
 
+void bind_latent(nb::class_<Runtime>& runtime) {
+  {
+    using A = LatentAttentionArgs;
+    bind_workspace(runtime, "latent_attention_workspace", &KernelTable::latent_attention_workspace,
+                   FIELD(page_size), FIELD(kv_lora), FIELD(rope), FIELD(tokens), FIELD(heads),
+                   FIELD(table_width));
+    bind_kernel(runtime, "latent_attention", &KernelTable::latent_attention, FIELD(q), FIELD(out),
+                FIELD(query_start), FIELD(context_len), FIELD(block_table), FIELD(chosen),
+                FIELD(pool), FIELD(page_bytes), FIELD(layer_offset), FIELD(page_size),
+                FIELD(kv_lora), FIELD(rope), FIELD(kind), FIELD(scales), FIELD(workspace),
+                FIELD(rows), FIELD(tokens), FIELD(heads), FIELD(table_width), FIELD(chosen_width),
+                FIELD(scale));
+  }
+  {
+    using A = IndexSelectArgs;
+    bind_workspace(runtime, "index_select_workspace", &KernelTable::index_select_workspace,
+                   FIELD(dim), FIELD(heads), FIELD(max_context));
+    bind_kernel(runtime, "index_select", &KernelTable::index_select, FIELD(q), FIELD(weights),
+                FIELD(query_start), FIELD(context_len), FIELD(block_table), FIELD(chosen),
+                FIELD(pool), FIELD(page_bytes), FIELD(index_offset), FIELD(page_size), FIELD(dim),
+                FIELD(kind), FIELD(workspace), FIELD(rows), FIELD(tokens), FIELD(heads),
+                FIELD(table_width), FIELD(width), FIELD(top_k), FIELD(max_context), FIELD(scale));
+  }
+}
+
 void bind_sampling(nb::class_<Runtime>& runtime) {
   {
     using A = GreedyArgs;
@@ -179,6 +204,7 @@ NB_MODULE(_native, m) {
   bind_rows(runtime);
   bind_rope_store(runtime);
   bind_attention(runtime);
+  bind_latent(runtime);
   bind_linear(m, runtime);
   bind_sampling(runtime);
   bind_pages(runtime);

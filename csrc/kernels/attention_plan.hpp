@@ -45,26 +45,10 @@ inline int64_t tokens_per_item(const AttentionArgs& a) {
   return tokens > 0 ? tokens : 1;
 }
 
-inline void plan_batch(const AttentionArgs& a, int64_t threads, Plan& plan) {
-  plan.count = 0;
+// Numbers the units of the items that the plan holds.
+inline void share_items(const AttentionArgs& a, int64_t threads, Plan& plan) {
   int64_t work = 0;
-  const int64_t step = tokens_per_item(a);
-  for (int64_t row = 0; row < a.rows; ++row) {
-    const int64_t start = a.query_start[row];
-    const int64_t end = a.query_start[row + 1];
-    for (int64_t first = start; first < end; first += step) {
-      Item& item = plan.items[plan.count++];
-      item.row = row;
-      item.first = first;
-      item.count = end - first < step ? end - first : step;
-      item.position = a.context_len[row] - end + first;
-      const int64_t seen_first = lowest_seen(item.position, a.window);
-      const int64_t seen_end = item.position + item.count;
-      item.split_first = seen_first / kSplit;
-      item.splits = (seen_end - 1) / kSplit + 1 - item.split_first;
-      work += item.count * item.splits;
-    }
-  }
+  for (int64_t i = 0; i < plan.count; ++i) work += plan.items[i].count * plan.items[i].splits;
   // An item is shared if a KV head of it alone is more than a quarter of a thread's share of the
   // work; its runs are about an eighth.
   const int64_t all_work = work * a.kv_heads;
@@ -83,6 +67,27 @@ inline void plan_batch(const AttentionArgs& a, int64_t threads, Plan& plan) {
     floats += item.splits * a.kv_heads * item.count * group * partial_floats(a.head_dim);
     for (int64_t head = 0; head < a.kv_heads; ++head) plan.finished[i * a.kv_heads + head] = 0;
   }
+}
+
+inline void plan_batch(const AttentionArgs& a, int64_t threads, Plan& plan) {
+  plan.count = 0;
+  const int64_t step = tokens_per_item(a);
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const int64_t start = a.query_start[row];
+    const int64_t end = a.query_start[row + 1];
+    for (int64_t first = start; first < end; first += step) {
+      Item& item = plan.items[plan.count++];
+      item.row = row;
+      item.first = first;
+      item.count = end - first < step ? end - first : step;
+      item.position = a.context_len[row] - end + first;
+      const int64_t seen_first = lowest_seen(item.position, a.window);
+      const int64_t seen_end = item.position + item.count;
+      item.split_first = seen_first / kSplit;
+      item.splits = (seen_end - 1) / kSplit + 1 - item.split_first;
+    }
+  }
+  share_items(a, threads, plan);
 }
 
 inline const Item& item_of_unit(const Plan& plan, int64_t unit) {

@@ -20,24 +20,25 @@ inline constexpr float kNoMaximum = -__builtin_inff();
 // Memory of one thread. A query row is a token and a query head of the KV head: token * group + g.
 struct Scratch {
   BlockMemory block;
-  uint32_t* q;          // [rows][head_dim] floats, or pairs of bf16
+  uint32_t* q;          // [rows][key_dim] floats, or pairs of bf16
   float* scores;        // [kMostTileRows][kBlock]
   uint32_t* weights;    // [kMostTileRows][kBlock] floats, or pairs of bf16
-  float* edge;          // [head_dim] pairs: values of a pair of keys of which only one counts
-  float* o;             // [rows][head_dim] of the split at hand
+  float* edge;          // [dim] pairs: values of a pair of keys of which only one counts
+  float* o;             // [rows][dim] of the split at hand
   float* maximum;       // [rows], and some to be read in vain
   float* sum;           // [rows][kLanes]
   int64_t* lowest;      // [rows] first position seen
   int64_t* end;         // [rows] one past the last position seen
-  float* total_o;       // [rows][head_dim] of all splits so far
+  float* total_o;       // [rows][dim] of all splits so far
   float* total_maximum;  // [rows]
   float* total_sum;     // [rows]
 
-  static Scratch carve(Carver& carver, int64_t rows, int64_t dim) {
+  // `dim` numbers of a value, `key_dim` of a query and a key.
+  static Scratch carve(Carver& carver, int64_t rows, int64_t key_dim, int64_t dim) {
     Scratch s;
-    s.block = {carver.take<float>(dim * kBlock), carver.take<float>(dim * kBlock),
+    s.block = {carver.take<float>(key_dim * kBlock), carver.take<float>(dim * kBlock),
                carver.take<float>(kBlock), carver.take<float>(kBlock)};
-    s.q = carver.take<uint32_t>(rows * dim);
+    s.q = carver.take<uint32_t>(rows * key_dim);
     s.scores = carver.take<float>(kMostTileRows * kBlock);
     s.weights = carver.take<uint32_t>(kMostTileRows * kBlock);
     s.edge = carver.take<float>(dim);
@@ -60,18 +61,24 @@ struct Seen {
   bool full() const { return begin == 0 && end == kBlock; }
 };
 
-template <class Dot>
+// Reader turns keys of pages into blocks, as BlockReader does.
+template <class Dot, class Reader = BlockReader<Dot>>
 class Worker {
  public:
   using Element = typename Dot::Element;
   static constexpr int kTileRows = Dot::kTileRows;
 
   Worker(const AttentionArgs& args, const Scratch& scratch)
+      : Worker(args, scratch, Reader(page_layer(args), scratch.block), args.head_dim) {}
+
+  // `value_dim` numbers of a value; those of a key are args.head_dim.
+  Worker(const AttentionArgs& args, const Scratch& scratch, const Reader& reader, int64_t value_dim)
       : a_(args),
         s_(scratch),
-        reader_(page_layer(args), scratch.block),
+        reader_(reader),
         group_(args.heads / args.kv_heads),
-        dim_(args.head_dim),
+        key_dim_(args.head_dim),
+        dim_(value_dim),
         q_(reinterpret_cast<Element*>(scratch.q)),
         weights_(reinterpret_cast<Element*>(scratch.weights)) {}
 
@@ -116,9 +123,11 @@ class Worker {
     write_outputs();
   }
 
+  Reader& reader() { return reader_; }
+
  private:
   int64_t rows() const { return item_->count * group_; }
-  int64_t ldq() const { return dim_ / Dot::kPack; }
+  int64_t ldq() const { return key_dim_ / Dot::kPack; }
 
   Seen seen(int64_t r, int64_t first_key) const {
     const int64_t begin = s_.lowest[r] - first_key;
@@ -128,7 +137,12 @@ class Worker {
   }
 
   const float* query(int64_t r) const {
-    return a_.q + ((item_->first + r / group_) * a_.heads + head_ * group_ + r % group_) * dim_;
+    return a_.q + ((item_->first + r / group_) * a_.heads + head_ * group_ + r % group_) *
+                     key_dim_;
+  }
+
+  float* output(int64_t r) const {
+    return a_.out + (query(r) - a_.q) / key_dim_ * dim_;
   }
 
   void load_bounds() {
@@ -140,7 +154,7 @@ class Worker {
   }
 
   void load_queries() {
-    for (int64_t r = 0; r < rows(); ++r) Dot::pack(query(r), dim_, q_ + r * ldq());
+    for (int64_t r = 0; r < rows(); ++r) Dot::pack(query(r), key_dim_, q_ + r * ldq());
   }
 
   void run_split(int64_t split) {
@@ -387,7 +401,7 @@ class Worker {
   void write_outputs() {
     const float v_scale = a_.v_scales == nullptr ? 1.0F : a_.v_scales[head_];
     for (int64_t r = 0; r < rows(); ++r) {
-      float* out = a_.out + (query(r) - a_.q);
+      float* out = output(r);
       const float scale = v_scale / s_.total_sum[r];
       for (int64_t d = 0; d < dim_; d += kLanes) {
         store(out + d, load(s_.total_o + r * dim_ + d) * scale);
@@ -400,8 +414,8 @@ class Worker {
   const AttentionArgs& a_;
   Dot dot_;
   Scratch s_;
-  BlockReader<Dot> reader_;
-  int64_t group_, dim_;
+  Reader reader_;
+  int64_t group_, key_dim_, dim_;
   Element* q_;
   Element* weights_;
   const Item* item_ = nullptr;

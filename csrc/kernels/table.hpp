@@ -5,6 +5,7 @@
 
 #include "kernels/attention.hpp"
 #include "kernels/convert_pages.hpp"
+#include "kernels/latent.hpp"
 #include "kernels/linear/linear.hpp"
 #include "kernels/linear/pack.hpp"
 #include "kernels/page_check.hpp"
@@ -28,6 +29,10 @@ struct KernelTable {
   Kernel<EmbeddingArgs> embedding;
   Kernel<GatherArgs> gather;
   Kernel<GreedyArgs> greedy;
+  Kernel<IndexSelectArgs> index_select;
+  WorkspaceSize<IndexSelectArgs> index_select_workspace;
+  Kernel<LatentAttentionArgs> latent_attention;
+  WorkspaceSize<LatentAttentionArgs> latent_attention_workspace;
   Kernel<LinearArgs> linear;
   WorkspaceSize<LinearArgs> linear_workspace;
   Kernel<LogprobsArgs> logprobs;

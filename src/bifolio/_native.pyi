@@ -76,6 +76,58 @@ class Runtime:
         window: int,
         scale: float,
     ) -> None: ...
+    def latent_attention_workspace(
+        self, page_size: int, kv_lora: int, rope: int, tokens: int, heads: int, table_width: int
+    ) -> int: ...
+    def latent_attention(
+        self,
+        q: int,
+        out: int,
+        query_start: int,
+        context_len: int,
+        block_table: int,
+        chosen: int,
+        pool: int,
+        page_bytes: int,
+        layer_offset: int,
+        page_size: int,
+        kv_lora: int,
+        rope: int,
+        kind: int,
+        scales: int,
+        workspace: int,
+        rows: int,
+        tokens: int,
+        heads: int,
+        table_width: int,
+        chosen_width: int,
+        scale: float,
+    ) -> None: ...
+    def index_select_workspace(self, dim: int, heads: int, max_context: int) -> int: ...
+    def index_select(
+        self,
+        q: int,
+        weights: int,
+        query_start: int,
+        context_len: int,
+        block_table: int,
+        chosen: int,
+        pool: int,
+        page_bytes: int,
+        index_offset: int,
+        page_size: int,
+        dim: int,
+        kind: int,
+        workspace: int,
+        rows: int,
+        tokens: int,
+        heads: int,
+        table_width: int,
+        width: int,
+        top_k: int,
+        max_context: int,
+        scale: float,
+    ) -> None: ...
     def pack(
         self,
         layout: WeightLayout,

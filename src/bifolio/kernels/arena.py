@@ -21,7 +21,12 @@ from bifolio.kernels.memory import Bytes, Region
 _LARGE = 8 << 20
 
 _Lent = weakref.ref[npt.NDArray[Any]]
-_NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.uint8: np.uint8}
+_NUMPY = {
+    torch.float32: np.float32,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.uint8: np.uint8,
+}
 
 
 class Arena:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from bifolio.errors import UnsupportedError
 from bifolio.kernels.arena import Arena
-from bifolio.kernels.latent import LatentOps
 from bifolio.kernels.memory import Region
 from bifolio.kernels.native_attention import AttentionOps
 from bifolio.kernels.native_convert import ConvertOps
 from bifolio.kernels.native_grouped import NativeGroupedOps
+from bifolio.kernels.native_latent import NativeLatentOps
 from bifolio.kernels.native_linear import LinearOps
 from bifolio.kernels.native_pages import PageOps
 from bifolio.kernels.native_sampling import SamplingOps
@@ -43,7 +43,7 @@ class Tape:
 
 
 class NativeOps(
-    LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, LatentOps, PageOps, ConvertOps
+    LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, NativeLatentOps, PageOps, ConvertOps
 ):
     """Implements `Ops` on the CPU with kernels picked once for this processor.
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from bifolio import _native
 
 _MAX_HEAD_DIM = 1024
-_KINDS = {Number.FP32: 0, Number.BF16: 1, Number.FP8: 2}
-_TOKEN_SCALES = 3
+FP32_KIND, TOKEN_SCALES_KIND = 0, 3
+_KINDS = {Number.FP32: FP32_KIND, Number.BF16: 1, Number.FP8: 2}
 
 
 class AttentionOps:
@@ -122,7 +122,7 @@ class AttentionOps:
 
 def cache_kind(cache: CacheFormat) -> int:
     """The number by which the kernels know a cache format (`CacheKind` in page_layer.hpp)."""
-    return _TOKEN_SCALES if cache.token_scales else _KINDS[cache.number]
+    return TOKEN_SCALES_KIND if cache.token_scales else _KINDS[cache.number]
 
 
 def _address(tensor: Tensor | None) -> int:
