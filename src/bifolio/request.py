@@ -14,6 +14,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    HANDOFF = "handoff"
+    """Its prompt is computed and its first token chosen; another engine goes on. Internal."""
     ABORT = "abort"
     ERROR = "error"
 
@@ -23,6 +25,9 @@ class ErrorCode(StrEnum):
 
     CACHE_INTEGRITY = "cache_integrity"
     CACHE_EXHAUSTED = "cache_exhausted"
+    PAGES_LOST = "pages_lost"
+    """Pages that another engine computed are gone; the whole request can be sent again."""
+    HANDOFF_FAILED = "handoff_failed"
     INTERNAL = "internal_error"
 
 
@@ -92,13 +97,28 @@ def _within(
         raise RequestError(f"{name}: {what} {value} must be {bounds}", param=name)
 
 
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine decodes what this one prefills: the name of a connected peer.
+
+    `known` are tokens that the client has already, of an earlier attempt that was lost: the same
+    come out again, are compared, and are not sent a second time.
+    """
+
+    decode: str
+    known: list[int] = []
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `cache_salt` names the tenant whose cached pages it may read."""
+    """One sequence to continue. `cache_salt` names the tenant whose cached pages it may read.
+
+    With a `route` the engine ends it after the first token, which it hands over with the pages.
+    """
 
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    route: Route | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +127,20 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     rank: int
     top: list[tuple[int, float]]
+
+
+class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What prefill leaves beside the pages: the first token and all that was promised with it.
+
+    `known`: see Route. Sampling has no further state: a draw depends on seed and position alone.
+    """
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    pages_checked: int = 0
+    known: list[int] = []
 
 
 class Output(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -1,17 +1,20 @@
 """Decides which tokens are computed when, and which page holds them, without any tensor."""
 
 from bifolio.core.cache import CacheManager
+from bifolio.core.holds import HoldBook
 from bifolio.core.limits import Limits
 from bifolio.core.pages import PagePool
 from bifolio.core.radix import RadixTree
 from bifolio.core.scheduler import Scheduler
 from bifolio.core.stats import SchedulerStats
-from bifolio.core.step import PageFault, PageStamp, RowResult, Step, StepRow
+from bifolio.core.step import PageFault, PageLoad, PageStamp, RowResult, Step, StepRow
 
 __all__ = [
     "CacheManager",
+    "HoldBook",
     "Limits",
     "PageFault",
+    "PageLoad",
     "PagePool",
     "PageStamp",
     "RadixTree",

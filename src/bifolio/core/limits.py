@@ -9,6 +9,11 @@ from bifolio.errors import RequestError
 from bifolio.request import Request
 
 
+def tokens_here(request: Request) -> int:
+    """Most tokens that this engine generates for a request: one if another engine goes on."""
+    return 1 if request.route is not None else request.sampling.max_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of requests and steps: tokens of a request, rows and tokens of a step, queue length.
@@ -31,7 +36,7 @@ class Limits:
 
     def read_prompt(self, request: Request, pages: int, page_size: int) -> array[int]:
         """The prompt's token ids; RequestError if the request can never be served to its end."""
-        prompt, asked = len(request.prompt_ids), request.sampling.max_tokens
+        prompt, asked = len(request.prompt_ids), tokens_here(request)
         if prompt == 0:
             raise RequestError("prompt: it is empty; give at least one token", param="prompt")
         limit = self.longest(pages, page_size)

@@ -16,76 +16,40 @@ them), its tokens are computed again later, and the reserve doubles, so that the
 waits longer; it shrinks again with every request that ends. The oldest running request is never
 preempted, so it always reaches its end, and so does, in turn, every other.
 
+Two engines. A request with a route ends here after its first token, and its pages go to a hold for
+the transfer (`holds`). An adopted request comes with its prompt computed: it waits like any other,
+and the step that admits it first loads what arrived of its pages. Its prompt cannot be computed
+here, where the weights of prefill are not, so if it is preempted it ends with PAGES_LOST, and the
+router sends it through prefill again: the same tokens come out.
+
 At most one step is in flight: `schedule` and `commit` (or `fail`) alternate. Pages freed between
 the two are given out by the next `schedule` at the earliest, when no kernel writes to them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from array import array
 
-from bifolio.core.cache import CacheManager, PageTable
-from bifolio.core.limits import Limits
-from bifolio.core.queue import FairQueue
+from bifolio.core.cache import PageTable
 from bifolio.core.sequence import Sequence
-from bifolio.core.stats import SchedulerStats
-from bifolio.core.step import PageFault, RowResult, Step, StepRow
+from bifolio.core.state import SchedulerState
+from bifolio.core.step import PageFault, PageLoad, RowResult, Step, StepRow
 from bifolio.errors import OverloadedError, RequestError
-from bifolio.request import ErrorCode, FinishReason, Output, Request
+from bifolio.request import (
+    ErrorCode,
+    FinishReason,
+    Output,
+    PrefillResult,
+    Request,
+    TokenLogprobs,
+)
 
 _RESERVE_DECAY = 8
 """Each request that ends takes one part in so many off the reserve that preemptions added."""
 
-_COUNTERS = (
-    "steps",
-    "computed_tokens",
-    "generated_tokens",
-    "replayed_tokens",
-    "pages_checked",
-    "preemptions",
-    "finished",
-    "aborted",
-    "exhausted",
-    "integrity_faults",
-)
 
-
-class Scheduler:
-    """Requests in, steps out, results in, news out. Not thread-safe, `stalled` and `stats` apart.
-
-    `stop_ids` are the model's end tokens; requests add their own.
-    """
-
-    def __init__(
-        self,
-        cache: CacheManager,
-        limits: Limits,
-        stop_ids: Iterable[int] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.cache = cache
-        self.limits = limits
-        self._stop_ids = frozenset(stop_ids)
-        self._clock = clock
-        self._seats = min(limits.max_num_seqs, limits.max_step_tokens)
-        self._queue = FairQueue()
-        self._running: dict[str, Sequence] = {}
-        self._waiting: dict[str, Sequence] = {}
-        self._step: Step | None = None
-        self._planned: list[Sequence] = []
-        self._budget = 0
-        self._logits_left = 0
-        self._news: list[Output] = []
-        self._reserve = cache.page_size
-        self._blocked = False
-        """The head of the queue did not fit, and nobody has left since."""
-        self._arrivals = 0
-        self._generations = 0
-        self._last_progress = clock()
-        self._last_end = clock()
-        self._end_interval = 1.0
-        self._counts = dict.fromkeys(_COUNTERS, 0)
+class Scheduler(SchedulerState):
+    """Requests in, steps out, results in, news out. Only `stalled` and `stats` are thread-safe."""
 
     # ── requests in ──────────────────────────────────────────────────────────────────────────
 
@@ -97,7 +61,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` would plan a step, or `take_news` has something."""
-        return bool(self._running or self._waiting or self._news)
+        return bool(self._running or self._news or (self._waiting and not self._held_up))
+
+    @property
+    def _held_up(self) -> bool:
+        """Nothing runs, and what waits needs pages that only transfers can let go of."""
+        return self._blocked and not self._running and self.holds.firm
 
     def add(self, request: Request) -> None:
         """Put a request in line. RequestError if it can never run, OverloadedError if not now."""
@@ -109,14 +78,19 @@ class Scheduler:
                 f"{len(self._waiting)} requests wait already; try again later or raise max_waiting",
                 retry_after=self._end_interval,
             )
-        if not self._running and not self._waiting:
-            self._last_progress = self._clock()
+        self._join(self._sequence(request, token_ids))
+
+    def _sequence(self, request: Request, token_ids: array[int]) -> Sequence:
         stop_ids = frozenset(request.sampling.stop_ids)
         if not request.sampling.ignore_eos:
             stop_ids |= self._stop_ids
         self._arrivals += 1
-        sequence = Sequence(request, token_ids, stop_ids, self._arrivals)
-        self._waiting[request.id] = sequence
+        return Sequence(request, token_ids, stop_ids, self._arrivals)
+
+    def _join(self, sequence: Sequence) -> None:
+        if not self._running and not self._waiting:
+            self._last_progress = self._clock()
+        self._waiting[sequence.id] = sequence
         self._queue.join(sequence)
 
     def abort(self, request_id: str) -> Output | None:
@@ -126,6 +100,53 @@ class Scheduler:
             return None
         self._counts["aborted"] += 1
         return self._end(sequence, FinishReason.ABORT)
+
+    # ── requests from another engine ─────────────────────────────────────────────────────────
+
+    def expect(self, request: Request, seconds: float) -> int:
+        """A prompt is being computed elsewhere for here: how many of its first pages are here.
+
+        They stay until `adopt`, `release`, or until running requests need the memory; the owner
+        of the hold is the request's id. RequestError if the request can never be served.
+        """
+        token_ids = self.limits.read_prompt(request, self.cache.pool.usable, self.cache.page_size)
+        table = self.cache.open(token_ids, len(token_ids), request.cache_salt, len(token_ids))
+        self.holds.open(request.id, seconds, yields=True)
+        self.holds.keep(request.id, table)
+        return len(table.page_ids)
+
+    def adopt(self, request: Request, result: PrefillResult) -> None:
+        """What was expected is complete: its first token is news, and ends it or lets it wait.
+
+        The pages that were not here at `expect` are loaded by the step that admits it.
+        """
+        table = self.holds.table(request.id)
+        if table is None:
+            self._news.append(self._lost(request.id))
+            return
+        sequence = self._sequence(request, table.token_ids)
+        sequence.adopt(result)
+        self._counts["adopted"] += 1
+        if result.known:
+            assert result.known[0] == result.token, "the caller compares the first token"
+        elif self._emit(sequence, result.token, result.logprobs, result.prompt_logprobs):
+            self.release(request.id)
+            return
+        self._join(sequence)
+
+    def release(self, owner: str) -> None:
+        """A transfer is over, or will not come: its pages are free again."""
+        if self.holds.release(owner):
+            self._blocked = False
+
+    def _lost(self, request_id: str) -> Output:
+        self._counts["pages_lost"] += 1
+        return Output(
+            id=request_id,
+            finish=FinishReason.ERROR,
+            error_code=ErrorCode.PAGES_LOST,
+            error="the pages of the prompt had to make room for older requests; send it again",
+        )
 
     # ── steps out ────────────────────────────────────────────────────────────────────────────
 
@@ -138,6 +159,7 @@ class Scheduler:
         self._budget = self.limits.max_step_tokens
         self._logits_left = self.limits.max_step_logits
         self._planned = []
+        self._loads = []
         before = self._counts["preemptions"]
         prefill: list[Sequence] = []
         for sequence in list(self._running.values()):
@@ -160,7 +182,7 @@ class Scheduler:
         if not rows:
             assert self._news or not self.has_work, f"nothing can be scheduled\n{self.dump()}"
             return None
-        self._step = Step(rows, self.cache.pool.take_stamps())
+        self._step = Step(rows, self.cache.pool.take_stamps(), self._loads)
         return self._step
 
     def _place(self, sequence: Sequence, count: int) -> None:
@@ -185,8 +207,10 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt the latest arrival for `sequence`; False if that is `sequence` itself."""
+        if self.holds.yield_one():
+            return True
         victim = max(self._running.values(), key=lambda s: s.arrival)
-        if len(self._running) == 1:
+        if len(self._running) == 1 and not self.holds.firm:
             self._exhausted(sequence)
             return False
         self._preempt(victim)
@@ -195,6 +219,10 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.table is not None
         self._counts["preemptions"] += 1
+        if sequence.adopted or sequence.id in self.holds:
+            self._end(sequence, FinishReason.ERROR)
+            self._news.append(self._lost(sequence.id))
+            return
         sequence.lost_tokens = sequence.table.computed
         self._blocked = False
         self._leave_running(sequence)
@@ -202,7 +230,7 @@ class Scheduler:
         self._queue.put_back(sequence)
 
     def _admit(self) -> None:
-        if self._blocked and self._running:
+        if self._blocked and (self._running or self.holds.firm):
             return
         while self._budget and len(self._running) < self._seats:
             sequence = self._queue.head()
@@ -212,10 +240,12 @@ class Scheduler:
     def _admit_one(self, sequence: Sequence) -> bool:
         """Admit the head of the queue if it fits; it also leaves if it never will."""
         cache = self.cache
-        table = cache.open(
-            sequence.token_ids, sequence.prompt_len, sequence.salt, sequence.reuse_limit
-        )
-        if self._twin_is_ahead(sequence, table):
+        table = self._open(sequence)
+        if table is None:
+            self._end(sequence, FinishReason.ERROR)
+            self._news.append(self._lost(sequence.id))
+            return True
+        if not sequence.adopted and self._twin_is_ahead(sequence, table):
             cache.release(table)
             return False
         need = cache.pages_for(len(sequence.token_ids)) - len(table.page_ids)
@@ -226,8 +256,11 @@ class Scheduler:
                 assert other.table is not None
                 room -= self._growth(other, len(other.table.page_ids))
         if room < 0:
-            cache.release(table)
-            if not self._running:
+            if not sequence.adopted:
+                cache.release(table)
+            if not self._running and self.holds.yield_one(but=sequence.id):
+                return True
+            if not self._running and not self.holds.firm:
                 self._exhausted(sequence)
                 return True
             self._blocked = True
@@ -236,8 +269,27 @@ class Scheduler:
         self._start(sequence, table.computed)
         self._generations += 1
         sequence.admit(table, self._generations)
+        if sequence.adopted:
+            self._load(self.holds.take(sequence.id), sequence)
         self._place(sequence, min(self._budget, len(sequence.token_ids) - table.computed))
         return sequence.planned
+
+    def _open(self, sequence: Sequence) -> PageTable | None:
+        """The table to admit a request with; None if the pages that it came with are gone."""
+        if sequence.adopted:
+            return self.holds.table(sequence.id)
+        return self.cache.open(
+            sequence.token_ids, sequence.prompt_len, sequence.salt, sequence.reuse_limit
+        )
+
+    def _load(self, table: PageTable, sequence: Sequence) -> None:
+        """Have the step fill the pages of an adopted request that were not here."""
+        first = len(table.page_ids)
+        loaded = self.cache.load(table, sequence.prompt_len)
+        assert loaded, "a request was admitted without the room for it"
+        missing = table.page_ids[first:]
+        if missing:
+            self._loads.append(PageLoad(sequence.id, first, missing, sequence.prompt_len))
 
     def _twin_is_ahead(self, sequence: Sequence, table: PageTable) -> bool:
         """A row of this step computes what the request could reuse in the next: half or more."""
@@ -301,16 +353,28 @@ class Scheduler:
         """Add a sampled token and apply the rules that end a request."""
         token = result.token
         assert token is not None, f"row of {row.request_id} sampled nothing"
+        self._counts["generated_tokens"] += 1
+        sequence.uncharged += 1
+        finish = self._emit(sequence, token, result.logprobs, sequence.take_prompt_logprobs())
+        if finish is not None:
+            self._end(sequence, finish)
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs | None] | None,
+    ) -> FinishReason | None:
+        """Make a token the request's next one, and news; why the request ends with it, if so."""
         generated = len(sequence.output_ids)
         sequence.output_ids.append(token)
         sequence.token_ids.append(token)
-        sequence.uncharged += 1
-        self._counts["generated_tokens"] += 1
         output = Output(
             id=sequence.id,
             tokens=[token],
-            logprobs=None if result.logprobs is None else [result.logprobs],
-            prompt_logprobs=sequence.take_prompt_logprobs(),
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=prompt_logprobs,
             cached_tokens=sequence.cached_tokens,
             pages_checked=sequence.pages_checked,
         )
@@ -318,12 +382,12 @@ class Scheduler:
         if token in sequence.stop_ids and generated >= sequence.sampling.min_tokens:
             output.stop_id = token
             output.finish = FinishReason.STOP
-        elif len(sequence.token_ids) >= sequence.max_len:
+        elif generated + 1 >= sequence.sampling.max_tokens:
             output.finish = FinishReason.LENGTH
-        else:
-            return
-        self._counts["finished"] += 1
-        self._end(sequence, output.finish)
+        elif sequence.request.route is not None:
+            output.finish = FinishReason.HANDOFF
+        self._counts["finished"] += output.finish is not None
+        return output.finish
 
     def fail(self, step: Step, message: str) -> list[Output]:
         """The runner could not execute the step in flight: its requests end, the others go on."""
@@ -378,6 +442,8 @@ class Scheduler:
         else:
             self._queue.remove(sequence)
             del self._waiting[sequence.id]
+            if sequence.adopted:
+                self.holds.release(sequence.id)
         self._queue.leave(sequence)
         self._blocked = False
         return Output(
@@ -389,7 +455,10 @@ class Scheduler:
 
     def _leave_running(self, sequence: Sequence) -> None:
         assert sequence.table is not None
-        self.cache.release(sequence.table)
+        if sequence.id in self.holds:  # a transfer may still read these pages
+            self.holds.keep(sequence.id, sequence.table)
+        else:
+            self.cache.release(sequence.table)
         sequence.suspend()
         del self._running[sequence.id]
         self._queue.charge(sequence, sequence.uncharged)
@@ -409,69 +478,9 @@ class Scheduler:
     def change_writers(self, prefill_writer: int, decode_writer: int) -> None:
         """The weights have changed: nothing cached is valid, running requests start over."""
         assert self._step is None, "weights change between steps"
+        assert not self.holds, "weights change while no pages travel"
         for sequence in list(self._running.values()):
             self._preempt(sequence)
         for sequence in self._waiting.values():
             sequence.forget_logprobs()
         self.cache.change_writers(prefill_writer, decode_writer)
-
-    # ── watching ─────────────────────────────────────────────────────────────────────────────
-
-    def stalled(self) -> str | None:
-        """A dump of the state if work has waited too long without a token computed, else None."""
-        waited = self._clock() - self._last_progress
-        if not (self._running or self._waiting) or waited < self.limits.stall_seconds:
-            return None
-        return f"no token was computed for {waited:.1f} s\n{self.dump()}"
-
-    def dump(self) -> str:
-        """State as text, for a person who wonders why nothing moves."""
-        lines = [f"{self.stats()}", f"step in flight: {self._step is not None}"]
-        for sequence in list(self._running.values()):
-            table = sequence.table
-            done = (table.computed, len(table.page_ids)) if table else (0, 0)
-            lines.append(
-                f"running {sequence.id}: {done[0]} of {len(sequence.token_ids)} tokens computed, "
-                f"at most {sequence.max_len}, {done[1]} pages, generation {sequence.generation}"
-            )
-        waiting = list(self._waiting.values())[:20]
-        lines += [
-            f"waiting {sequence.id}: {len(sequence.token_ids)} tokens" for sequence in waiting
-        ]
-        return "\n".join(lines)
-
-    def stats(self) -> SchedulerStats:
-        cache, pool = self.cache, self.cache.pool
-        return SchedulerStats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            tenants=self._queue.tenants,
-            pages=pool.num_pages,
-            free_pages=pool.free,
-            cached_pages=pool.cached,
-            live_pages=pool.live,
-            quarantined_pages=pool.quarantined,
-            reserve_tokens=self._reserve,
-            query_tokens=cache.query_tokens,
-            hit_tokens=cache.hit_tokens,
-            evictions=cache.tree.evictions,
-            **self._counts,
-        )
-
-    def check_invariants(self) -> None:
-        """Assert that requests, queue, page tables, pool and tree agree. Any moment will do."""
-        assert not set(self._running) & set(self._waiting), "a request runs and waits"
-        assert {s.id for s in self._queue} == set(self._waiting), "queue and index differ"
-        tenants: dict[str, int] = {}
-        for sequence in self._running.values():
-            tenants[sequence.salt] = tenants.get(sequence.salt, 0) + 1
-            assert sequence.table is not None and sequence.row is not None
-            assert sequence.table.computed < len(sequence.token_ids) < sequence.max_len + 1
-            prompt_and_output = [*sequence.request.prompt_ids, *sequence.output_ids]
-            assert sequence.token_ids.tolist() == prompt_and_output
-        for sequence in self._waiting.values():
-            assert sequence.table is None and sequence.row is None
-        assert len(self._running) <= self._seats
-        self._queue.check_invariants(tenants)
-        tables = [s.table for s in self._running.values() if s.table is not None]
-        self.cache.check_invariants(tables)

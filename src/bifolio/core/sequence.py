@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 
 from bifolio.core.cache import PageTable
+from bifolio.core.limits import tokens_here
 from bifolio.core.step import RowResult, StepRow
-from bifolio.request import Request, TokenLogprobs
+from bifolio.request import PrefillResult, Request, TokenLogprobs
 
 
 class Sequence:
@@ -17,6 +18,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adopted",
         "arrival",
         "cached_tokens",
         "generation",
@@ -50,9 +52,11 @@ class Sequence:
         self.prompt_len = len(request.prompt_ids)
         self.output_ids: list[int] = []
         self.stop_ids = stop_ids
-        self.max_len = self.prompt_len + request.sampling.max_tokens
+        self.max_len = self.prompt_len + tokens_here(request)
         self.arrival = arrival
         self.generation = 0
+        self.adopted = False
+        """Its prompt was computed elsewhere: without those pages it cannot be computed here."""
         self.table: PageTable | None = None
         self.row: StepRow | None = None
         self.planned = False
@@ -69,6 +73,15 @@ class Sequence:
         """Of tokens 1 …, as far as computed; None when not wanted, or already sent."""
         if request.sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
+
+    def adopt(self, result: PrefillResult) -> None:
+        """Begin with what another engine made of the prompt, and with what the client has."""
+        self.adopted = True
+        self.prompt_logprobs = None
+        self.cached_tokens = result.cached_tokens
+        self.pages_checked = result.pages_checked
+        self.output_ids += result.known
+        self.token_ids.extend(result.known)
 
     @property
     def reuse_limit(self) -> int:

@@ -11,7 +11,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     `query_tokens` are the prompt tokens of requests admitted for the first time, `hit_tokens`
     those of them that came from the prefix tree. `replayed_tokens` were computed a second time
     because of a preemption. `reserve_tokens` is the growth that each running request is given
-    room for before another is admitted.
+    room for before another is admitted. `held_pages` are those that `holds` transfers
+    between engines keep, counted for each; `pages_lost` are adopted requests that ended for want
+    of them.
     """
 
     running: int
@@ -22,6 +24,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int
     live_pages: int
     quarantined_pages: int
+    held_pages: int
+    holds: int
     reserve_tokens: int
     steps: int
     computed_tokens: int
@@ -35,4 +39,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     aborted: int
     exhausted: int
+    adopted: int
+    pages_lost: int
     integrity_faults: int

@@ -76,6 +76,10 @@ class Rig:
             self.scheduler.add(request)
             self.answers[request.id] = Answer()
 
+    def expect_news(self, request_id: str) -> None:
+        """News of this request are to come, though it was not added here."""
+        self.answers[request_id] = Answer()
+
     def abort(self, request_id: str) -> None:
         output = self.scheduler.abort(request_id)
         if output is not None:
@@ -129,5 +133,6 @@ class Rig:
     def check_idle(self) -> None:
         """Nothing runs or waits, and nobody holds a page but the tree."""
         stats = self.scheduler.stats()
+        assert stats.holds == 0
         assert (stats.running, stats.waiting, stats.live_pages, stats.tenants) == (0, 0, 0, 0)
         assert not self.scheduler.has_work

@@ -1,0 +1,133 @@
+"""What the scheduler knows: its requests, their queue, its counters, and what others may see.
+
+`Scheduler` moves all this; here it is only set up, counted, shown and checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from bifolio.core.cache import CacheManager
+from bifolio.core.holds import HoldBook
+from bifolio.core.limits import Limits
+from bifolio.core.queue import FairQueue
+from bifolio.core.sequence import Sequence
+from bifolio.core.stats import SchedulerStats
+from bifolio.core.step import PageLoad, Step
+from bifolio.request import Output
+
+_COUNTERS = (
+    "steps",
+    "computed_tokens",
+    "generated_tokens",
+    "replayed_tokens",
+    "pages_checked",
+    "preemptions",
+    "finished",
+    "aborted",
+    "exhausted",
+    "integrity_faults",
+    "adopted",
+    "pages_lost",
+)
+
+
+class SchedulerState:
+    """Requests waiting and running, one step at most in flight, and the books over them.
+
+    `stop_ids` are the model's end tokens; requests add their own.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        limits: Limits,
+        stop_ids: Iterable[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.holds = HoldBook(cache, clock)
+        self._stop_ids = frozenset(stop_ids)
+        self._clock = clock
+        self._seats = min(limits.max_num_seqs, limits.max_step_tokens)
+        self._queue = FairQueue()
+        self._running: dict[str, Sequence] = {}
+        self._waiting: dict[str, Sequence] = {}
+        self._step: Step | None = None
+        self._planned: list[Sequence] = []
+        self._loads: list[PageLoad] = []
+        self._budget = 0
+        self._logits_left = 0
+        self._news: list[Output] = []
+        self._reserve = cache.page_size
+        self._blocked = False
+        """The head of the queue did not fit, and nobody has left since."""
+        self._arrivals = 0
+        self._generations = 0
+        self._last_progress = clock()
+        self._last_end = clock()
+        self._end_interval = 1.0
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+
+    def stalled(self) -> str | None:
+        """A dump of the state if work has waited too long without a token computed, else None."""
+        waited = self._clock() - self._last_progress
+        if not (self._running or self._waiting) or waited < self.limits.stall_seconds:
+            return None
+        return f"no token was computed for {waited:.1f} s\n{self.dump()}"
+
+    def dump(self) -> str:
+        """State as text, for a person who wonders why nothing moves."""
+        lines = [f"{self.stats()}", f"step in flight: {self._step is not None}"]
+        for sequence in list(self._running.values()):
+            table = sequence.table
+            done = (table.computed, len(table.page_ids)) if table else (0, 0)
+            lines.append(
+                f"running {sequence.id}: {done[0]} of {len(sequence.token_ids)} tokens computed, "
+                f"at most {sequence.max_len}, {done[1]} pages, generation {sequence.generation}"
+            )
+        waiting = list(self._waiting.values())[:20]
+        lines += [
+            f"waiting {sequence.id}: {len(sequence.token_ids)} tokens" for sequence in waiting
+        ]
+        return "\n".join(lines)
+
+    def stats(self) -> SchedulerStats:
+        cache, pool = self.cache, self.cache.pool
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            tenants=self._queue.tenants,
+            pages=pool.num_pages,
+            free_pages=pool.free,
+            cached_pages=pool.cached,
+            live_pages=pool.live,
+            quarantined_pages=pool.quarantined,
+            held_pages=self.holds.pages,
+            holds=len(self.holds),
+            reserve_tokens=self._reserve,
+            query_tokens=cache.query_tokens,
+            hit_tokens=cache.hit_tokens,
+            evictions=cache.tree.evictions,
+            **self._counts,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that requests, queue, page tables, pool and tree agree. Any moment will do."""
+        assert not set(self._running) & set(self._waiting), "a request runs and waits"
+        assert {s.id for s in self._queue} == set(self._waiting), "queue and index differ"
+        tenants: dict[str, int] = {}
+        for sequence in self._running.values():
+            tenants[sequence.salt] = tenants.get(sequence.salt, 0) + 1
+            assert sequence.table is not None and sequence.row is not None
+            assert sequence.table.computed < len(sequence.token_ids) < sequence.max_len + 1
+            prompt_and_output = [*sequence.request.prompt_ids, *sequence.output_ids]
+            assert sequence.token_ids.tolist() == prompt_and_output
+        for sequence in self._waiting.values():
+            assert sequence.table is None and sequence.row is None
+        assert len(self._running) <= self._seats
+        self._queue.check_invariants(tenants)
+        tables = [s.table for s in self._running.values() if s.table is not None]
+        self.cache.check_invariants([*tables, *self.holds.tables()])
