@@ -31,7 +31,6 @@ class PageTable:
         "cursor",
         "decode_key",
         "depth",
-        "loading",
         "offers",
         "page_ids",
         "prompt_len",
@@ -54,8 +53,6 @@ class PageTable:
         """Full pages at the head of the table."""
         self.offers = True
         """Whether full pages go on entering the tree; then the cursor is `closed` deep."""
-        self.loading = False
-        """Computed pages above `closed` are filled by the step in flight, and closed after it."""
 
 
 class CacheManager:
@@ -140,7 +137,6 @@ class CacheManager:
     def advance(self, table: PageTable, computed: int) -> None:
         """Positions below `computed` have been written: close full pages, offer them to others."""
         table.computed = computed
-        table.loading = False
         for i in range(table.closed, computed // self.page_size):
             page = table.page_ids[i]
             self.pool.close(page)
@@ -148,17 +144,6 @@ class CacheManager:
             if table.cursor is not None and table.offers:
                 table.cursor = self.tree.insert(table.cursor, self._key(table, i), page)
                 table.depth = i + 1
-
-    def load(self, table: PageTable, computed: int) -> bool:
-        """Give the table pages that the next step fills with positions computed elsewhere.
-
-        False, and none, if too few are free. `advance` closes the pages once they are filled.
-        """
-        if not self.reserve(table, computed):
-            return False
-        table.computed = computed
-        table.loading = True
-        return True
 
     def release(self, table: PageTable) -> None:
         """Let go of every page; full ones stay cached while there is room."""
@@ -242,9 +227,7 @@ class CacheManager:
             pages, closed = table.page_ids, table.closed
             assert table.tags == [self.pool.tags[p] for p in pages], f"{name}: stale tag"
             assert table.computed <= len(pages) * self.page_size, f"{name}: positions without page"
-            assert table.loading or closed == table.computed // self.page_size, (
-                f"{name}: page closed out of time"
-            )
+            assert closed == table.computed // self.page_size, f"{name}: page closed out of time"
             assert all(self.pool.is_open(p) == (i >= closed) for i, p in enumerate(pages)), name
             if table.cursor is not None:
                 assert not table.offers or table.depth == closed, (

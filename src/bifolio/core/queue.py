@@ -58,6 +58,13 @@ class FairQueue:
         tenant.members += 1
         self._insert(tenant, len(tenant.waiting), sequence)
 
+    def enter(self, sequence: Sequence) -> None:
+        """A request of this tenant runs at once, without having waited."""
+        tenant = self._tenants.get(sequence.salt)
+        if tenant is None:
+            tenant = self._tenants[sequence.salt] = _Tenant(self._virtual)
+        tenant.members += 1
+
     def put_back(self, sequence: Sequence) -> None:
         """A preempted request waits before the others of its tenant, by arrival."""
         tenant = self._tenants[sequence.salt]

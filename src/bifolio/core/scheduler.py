@@ -17,10 +17,10 @@ waits longer; it shrinks again with every request that ends. The oldest running 
 preempted, so it always reaches its end, and so does, in turn, every other.
 
 Two engines. A request with a route ends here after its first token, and its pages go to a hold for
-the transfer (`holds`). An adopted request comes with its prompt computed: it waits like any other,
-and the step that admits it first loads what arrived of its pages. Its prompt cannot be computed
+the transfer (`holds`). An adopted request comes with its prompt computed, into pages and for a seat
+that were reserved while that happened (`reserved`), and runs at once. Its prompt cannot be computed
 here, where the weights of prefill are not, so if it is preempted it ends with PAGES_LOST, and the
-router sends it through prefill again: the same tokens come out.
+router sends it through prefill again: the same tokens come out. Reservations give way first.
 
 At most one step is in flight: `schedule` and `commit` (or `fail`) alternate. Pages freed between
 the two are given out by the next `schedule` at the earliest, when no kernel writes to them.
@@ -33,7 +33,7 @@ from array import array
 from bifolio.core.cache import PageTable
 from bifolio.core.sequence import Sequence
 from bifolio.core.state import SchedulerState
-from bifolio.core.step import PageFault, PageLoad, RowResult, Step, StepRow
+from bifolio.core.step import PageFault, RowResult, Step, StepRow
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.request import (
     ErrorCode,
@@ -66,7 +66,7 @@ class Scheduler(SchedulerState):
     @property
     def _held_up(self) -> bool:
         """Nothing runs, and what waits needs pages that only transfers can let go of."""
-        return self._blocked and not self._running and self.holds.firm
+        return self._blocked and not self._running and self._others_keep_pages
 
     def add(self, request: Request) -> None:
         """Put a request in line. RequestError if it can never run, OverloadedError if not now."""
@@ -103,36 +103,46 @@ class Scheduler(SchedulerState):
 
     # ── requests from another engine ─────────────────────────────────────────────────────────
 
-    def expect(self, request: Request, seconds: float) -> int:
-        """A prompt is being computed elsewhere for here: how many of its first pages are here.
+    def has_room(self, request: Request, pages: int) -> bool:
+        """Whether a prompt that is computed elsewhere may take so many pages, and a seat, here.
 
-        They stay until `adopt`, `release`, or until running requests need the memory; the owner
-        of the hold is the request's id. RequestError if the request can never be served.
+        Room to grow is left for it and for all that run, as at any admission. RequestError if the
+        request can never be served.
         """
-        token_ids = self.limits.read_prompt(request, self.cache.pool.usable, self.cache.page_size)
-        table = self.cache.open(token_ids, len(token_ids), request.cache_salt, len(token_ids))
-        self.holds.open(request.id, seconds, yields=True)
-        self.holds.keep(request.id, table)
-        return len(table.page_ids)
+        self.limits.read_prompt(request, self.cache.pool.usable, self.cache.page_size)
+        if self._seats_taken >= self._seats:
+            return False
+        room = self.cache.available - pages - self.cache.pages_for(self._reserve)
+        for other in self._running.values():
+            assert other.table is not None
+            room -= self._growth(other, len(other.table.page_ids))
+        return room >= 0 or not (self._running or self._waiting or self._reserved_tables())
 
-    def adopt(self, request: Request, result: PrefillResult) -> None:
-        """What was expected is complete: its first token is news, and ends it or lets it wait.
+    def adopt(self, request: Request, table: PageTable, result: PrefillResult) -> None:
+        """Go on with a request whose prompt was computed elsewhere, into pages reserved here.
 
-        The pages that were not here at `expect` are loaded by the step that admits it.
+        The first token is news, and the rules that end a request are applied to it before anything
+        is scheduled. `table` holds the whole prompt, proven, and is the scheduler's from now on.
         """
-        table = self.holds.table(request.id)
-        if table is None:
-            self._news.append(self._lost(request.id))
-            return
+        assert request.route is None, "an adopted request stays"
         sequence = self._sequence(request, table.token_ids)
         sequence.adopt(result)
         self._counts["adopted"] += 1
+        self._queue.enter(sequence)
+        if not (self._running or self._waiting):
+            self._last_progress = self._clock()
+        self._running[sequence.id] = sequence
+        self._generations += 1
+        sequence.admit(table, self._generations)
+        sequence.reused_pages = table.closed  # the others have been proven on arrival
+        self.cache.advance(table, sequence.prompt_len)
+        finish = None
         if result.known:
             assert result.known[0] == result.token, "the caller compares the first token"
-        elif self._emit(sequence, result.token, result.logprobs, result.prompt_logprobs):
-            self.release(request.id)
-            return
-        self._join(sequence)
+        else:
+            finish = self._emit(sequence, result.token, result.logprobs, result.prompt_logprobs)
+        if finish is not None:
+            self._end(sequence, finish)
 
     def release(self, owner: str) -> None:
         """A transfer is over, or will not come: its pages are free again."""
@@ -159,7 +169,6 @@ class Scheduler(SchedulerState):
         self._budget = self.limits.max_step_tokens
         self._logits_left = self.limits.max_step_logits
         self._planned = []
-        self._loads = []
         before = self._counts["preemptions"]
         prefill: list[Sequence] = []
         for sequence in list(self._running.values()):
@@ -182,7 +191,7 @@ class Scheduler(SchedulerState):
         if not rows:
             assert self._news or not self.has_work, f"nothing can be scheduled\n{self.dump()}"
             return None
-        self._step = Step(rows, self.cache.pool.take_stamps(), self._loads)
+        self._step = Step(rows, self.cache.pool.take_stamps())
         return self._step
 
     def _place(self, sequence: Sequence, count: int) -> None:
@@ -207,10 +216,10 @@ class Scheduler(SchedulerState):
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt the latest arrival for `sequence`; False if that is `sequence` itself."""
-        if self.holds.yield_one():
+        if self.reserved is not None and self.reserved.give_way():
             return True
         victim = max(self._running.values(), key=lambda s: s.arrival)
-        if len(self._running) == 1 and not self.holds.firm:
+        if len(self._running) == 1 and not self.holds.keeps_pages:
             self._exhausted(sequence)
             return False
         self._preempt(victim)
@@ -230,9 +239,9 @@ class Scheduler(SchedulerState):
         self._queue.put_back(sequence)
 
     def _admit(self) -> None:
-        if self._blocked and (self._running or self.holds.firm):
+        if self._blocked and (self._running or self._others_keep_pages):
             return
-        while self._budget and len(self._running) < self._seats:
+        while self._budget and self._seats_taken < self._seats:
             sequence = self._queue.head()
             if sequence is None or not self._admit_one(sequence):
                 return
@@ -240,12 +249,10 @@ class Scheduler(SchedulerState):
     def _admit_one(self, sequence: Sequence) -> bool:
         """Admit the head of the queue if it fits; it also leaves if it never will."""
         cache = self.cache
-        table = self._open(sequence)
-        if table is None:
-            self._end(sequence, FinishReason.ERROR)
-            self._news.append(self._lost(sequence.id))
-            return True
-        if not sequence.adopted and self._twin_is_ahead(sequence, table):
+        table = cache.open(
+            sequence.token_ids, sequence.prompt_len, sequence.salt, sequence.reuse_limit
+        )
+        if self._twin_is_ahead(sequence, table):
             cache.release(table)
             return False
         need = cache.pages_for(len(sequence.token_ids)) - len(table.page_ids)
@@ -256,11 +263,8 @@ class Scheduler(SchedulerState):
                 assert other.table is not None
                 room -= self._growth(other, len(other.table.page_ids))
         if room < 0:
-            if not sequence.adopted:
-                cache.release(table)
-            if not self._running and self.holds.yield_one(but=sequence.id):
-                return True
-            if not self._running and not self.holds.firm:
+            cache.release(table)
+            if not self._running and not self._others_keep_pages:
                 self._exhausted(sequence)
                 return True
             self._blocked = True
@@ -269,27 +273,8 @@ class Scheduler(SchedulerState):
         self._start(sequence, table.computed)
         self._generations += 1
         sequence.admit(table, self._generations)
-        if sequence.adopted:
-            self._load(self.holds.take(sequence.id), sequence)
         self._place(sequence, min(self._budget, len(sequence.token_ids) - table.computed))
         return sequence.planned
-
-    def _open(self, sequence: Sequence) -> PageTable | None:
-        """The table to admit a request with; None if the pages that it came with are gone."""
-        if sequence.adopted:
-            return self.holds.table(sequence.id)
-        return self.cache.open(
-            sequence.token_ids, sequence.prompt_len, sequence.salt, sequence.reuse_limit
-        )
-
-    def _load(self, table: PageTable, sequence: Sequence) -> None:
-        """Have the step fill the pages of an adopted request that were not here."""
-        first = len(table.page_ids)
-        loaded = self.cache.load(table, sequence.prompt_len)
-        assert loaded, "a request was admitted without the room for it"
-        missing = table.page_ids[first:]
-        if missing:
-            self._loads.append(PageLoad(sequence.id, first, missing, sequence.prompt_len))
 
     def _twin_is_ahead(self, sequence: Sequence, table: PageTable) -> bool:
         """A row of this step computes what the request could reuse in the next: half or more."""
@@ -442,8 +427,6 @@ class Scheduler(SchedulerState):
         else:
             self._queue.remove(sequence)
             del self._waiting[sequence.id]
-            if sequence.adopted:
-                self.holds.release(sequence.id)
         self._queue.leave(sequence)
         self._blocked = False
         return Output(

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
-from bifolio.core.cache import CacheManager
+from bifolio.core.cache import CacheManager, PageTable
 from bifolio.core.holds import HoldBook
 from bifolio.core.limits import Limits
 from bifolio.core.queue import FairQueue
 from bifolio.core.sequence import Sequence
 from bifolio.core.stats import SchedulerStats
-from bifolio.core.step import PageLoad, Step
+from bifolio.core.step import Step
 from bifolio.request import Output
 
 _COUNTERS = (
@@ -33,6 +34,18 @@ _COUNTERS = (
 )
 
 
+class Reservations(Protocol):
+    """Pages and seats of requests whose prompts other engines compute for this one."""
+
+    def tables(self) -> Collection[PageTable]:
+        """A page table for each of them."""
+        ...
+
+    def give_way(self) -> bool:
+        """Release the latest one, since running requests need its pages; False if there is none."""
+        ...
+
+
 class SchedulerState:
     """Requests waiting and running, one step at most in flight, and the books over them.
 
@@ -49,6 +62,8 @@ class SchedulerState:
         self.cache = cache
         self.limits = limits
         self.holds = HoldBook(cache, clock)
+        self.reserved: Reservations | None = None
+        """Pages set apart for prompts that are on their way here."""
         self._stop_ids = frozenset(stop_ids)
         self._clock = clock
         self._seats = min(limits.max_num_seqs, limits.max_step_tokens)
@@ -57,7 +72,6 @@ class SchedulerState:
         self._waiting: dict[str, Sequence] = {}
         self._step: Step | None = None
         self._planned: list[Sequence] = []
-        self._loads: list[PageLoad] = []
         self._budget = 0
         self._logits_left = 0
         self._news: list[Output] = []
@@ -70,6 +84,18 @@ class SchedulerState:
         self._last_end = clock()
         self._end_interval = 1.0
         self._counts = dict.fromkeys(_COUNTERS, 0)
+
+    def _reserved_tables(self) -> Collection[PageTable]:
+        return () if self.reserved is None else self.reserved.tables()
+
+    @property
+    def _others_keep_pages(self) -> bool:
+        """Pages that neither run nor are cached will be free again without anybody's doing here."""
+        return self.holds.keeps_pages or bool(self._reserved_tables())
+
+    @property
+    def _seats_taken(self) -> int:
+        return len(self._running) + len(self._reserved_tables())
 
     def stalled(self) -> str | None:
         """A dump of the state if work has waited too long without a token computed, else None."""
@@ -96,6 +122,7 @@ class SchedulerState:
 
     def stats(self) -> SchedulerStats:
         cache, pool = self.cache, self.cache.pool
+        reserved = self._reserved_tables()
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -107,6 +134,8 @@ class SchedulerState:
             quarantined_pages=pool.quarantined,
             held_pages=self.holds.pages,
             holds=len(self.holds),
+            reserved_pages=sum(len(table.page_ids) for table in reserved),
+            reservations=len(reserved),
             reserve_tokens=self._reserve,
             query_tokens=cache.query_tokens,
             hit_tokens=cache.hit_tokens,
@@ -130,4 +159,4 @@ class SchedulerState:
         assert len(self._running) <= self._seats
         self._queue.check_invariants(tenants)
         tables = [s.table for s in self._running.values() if s.table is not None]
-        self.cache.check_invariants([*tables, *self.holds.tables()])
+        self.cache.check_invariants([*tables, *self.holds.tables(), *self._reserved_tables()])

@@ -12,7 +12,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     those of them that came from the prefix tree. `replayed_tokens` were computed a second time
     because of a preemption. `reserve_tokens` is the growth that each running request is given
     room for before another is admitted. `held_pages` are those that `holds` transfers
-    between engines keep, counted for each; `pages_lost` are adopted requests that ended for want
+    to other engines keep, `reserved_pages` those set apart for `reservations` prompts on their way
+    here, shared ones counted for each; `pages_lost` are adopted requests that ended for want
     of them.
     """
 
@@ -26,6 +27,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_pages: int
     held_pages: int
     holds: int
+    reserved_pages: int
+    reservations: int
     reserve_tokens: int
     steps: int
     computed_tokens: int

@@ -52,26 +52,11 @@ class PageStamp:
 
 
 @dataclass(slots=True)
-class PageLoad:
-    """Pages of a prompt that another engine computed, to be filled with what arrived of them.
-
-    `page_ids` are the request's pages number `first` … of its table; they hold its prompt up to
-    `prompt_len`, the last of them perhaps in part.
-    """
-
-    request_id: str
-    first: int
-    page_ids: list[int]
-    prompt_len: int
-
-
-@dataclass(slots=True)
 class Step:
-    """One batch of work. `stamps` go into the page headers first, then `loads` into the pages."""
+    """One batch of work. `stamps` go into the page headers before anything else."""
 
     rows: list[StepRow]
     stamps: list[PageStamp] = field(default_factory=list)
-    loads: list[PageLoad] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bifolio.core.step import PageFault, PageLoad, RowResult, Step, StepRow
+from bifolio.core.step import PageFault, RowResult, Step, StepRow
 from bifolio.formats import Phase
 from bifolio.kernels.ops import Batch
 from bifolio.kernels.reference_pages import PagesKernels
@@ -25,10 +25,6 @@ from bifolio.spec.page import HEADER_FILL
 
 Tamper = Callable[[KVPool, Batch, list[StepRow]], None]
 """Fault injection: called with a filled batch and its rows, before the first check."""
-
-Loader = Callable[[PageLoad], PageFault | None]
-"""Fills pages, headers apart from tag and writer included, with what another engine computed; a
-fault if they do not hold afterwards what was proven on arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,6 @@ class ModelRunner:
 
     `tamper` is called with the filled batch and its rows right before the first check: the seam
     through which fault injection spoils a block table or a page. `integrity` False skips checks.
-    `loader` is for engines that adopt requests.
     """
 
     def __init__(
@@ -67,7 +62,6 @@ class ModelRunner:
         page_kernels: PagesKernels,
         integrity: bool = True,
         tamper: Tamper | None = None,
-        loader: Loader | None = None,
     ) -> None:
         self._models = models
         self._one_model = models[Phase.PREFILL] is models[Phase.DECODE]
@@ -78,7 +72,6 @@ class ModelRunner:
         self.seals = PageSeals(pool, page_kernels) if integrity else None
         self._integrity = integrity
         self._tamper = tamper
-        self._loader = loader
         pages = pool.spec.pages_for(limits.max_model_len)
         self._buffers = BatchBuffers(
             limits.max_step_tokens, limits.max_rows, pages, pool.spec.page_size
@@ -89,7 +82,7 @@ class ModelRunner:
         self._pool.stamp(step.stamps)
         results = [RowResult() for _ in step.rows]
         index = {row.request_id: i for i, row in enumerate(step.rows)}
-        for request_id, fault in (self._load(step.loads) | self._broken_seals(step.rows)).items():
+        for request_id, fault in self._broken_seals(step.rows).items():
             results[index[request_id]] = RowResult(fault=fault)
         for phase, segments in self._split(step.rows):
             alive = [s for s in segments if results[index[s.row.request_id]].fault is None]
@@ -152,15 +145,6 @@ class ModelRunner:
         if not self._integrity:
             return {}
         return work.expected.faults(self._page_kernels, self._pool, self._buffers.block_table)
-
-    def _load(self, loads: list[PageLoad]) -> dict[str, PageFault]:
-        faults: dict[str, PageFault] = {}
-        for load in loads:
-            assert self._loader is not None, "an engine that adopts requests has a loader"
-            fault = self._loader(load)
-            if fault is not None:
-                faults[load.request_id] = fault
-        return faults
 
     def _broken_seals(self, rows: list[StepRow]) -> dict[str, PageFault]:
         """By request, the first page taken over whose bytes are not those that were sealed."""

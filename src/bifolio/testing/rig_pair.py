@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Collection
+
 import msgspec
 
+from bifolio.core.cache import PageTable
 from bifolio.request import FinishReason, Output, PrefillResult, Request, Route
 from bifolio.testing.rig import Rig
 
@@ -11,33 +15,63 @@ SECONDS = 60.0
 
 
 class RigPair:
-    """`prefill` and `decode` are stepped by the caller; what travels waits in `expected`."""
+    """`prefill` and `decode` are stepped by the caller; what travels waits in `sent`."""
 
     def __init__(self, prefill: Rig, decode: Rig) -> None:
         self.prefill = prefill
         self.decode = decode
-        self.expected: dict[str, Request] = {}
+        self.sent: dict[str, Request] = {}
         """Requests in prefill, as the decode side knows them."""
+        self._tables: dict[str, PageTable] = {}
+        decode.scheduler.reserved = self
 
-    def send(self, request: Request, known: list[int] | None = None) -> int:
-        """Let prefill compute it and decode wait for it: pages that need not be sent."""
+    def tables(self) -> Collection[PageTable]:
+        """See `core.state.Reservations`."""
+        return self._tables.values()
+
+    def give_way(self) -> bool:
+        """See `core.state.Reservations`."""
+        if not self._tables:
+            return False
+        self.decode.cache.release(self._tables.popitem()[1])
+        return True
+
+    def send(self, request: Request, known: list[int] | None = None) -> None:
+        """Let prefill compute it."""
         routed = msgspec.structs.replace(request, route=Route(decode="d", known=known or []))
         self.prefill.add(routed)
         self.prefill.scheduler.holds.open(request.id, SECONDS)
-        self.expected[request.id] = request
+        self.sent[request.id] = request
         self.decode.answers.pop(request.id, None)
-        here = self.decode.scheduler.expect(request, SECONDS)
-        self.check()
-        return here
 
-    def deliver(self, request_id: str, known: list[int] | None = None) -> None:
-        """Bring the pages and the first token over; prefill has ended the request."""
-        request = self.expected.pop(request_id)
+    def reserve(self, request_id: str) -> int | None:
+        """Set pages apart on the decode side: how many are there already; None: no room now."""
+        if request_id not in self._tables:
+            request, cache = self.sent[request_id], self.decode.cache
+            length = len(request.prompt_ids)
+            table = cache.open(array("I", request.prompt_ids), length, request.cache_salt, length)
+            missing = cache.pages_for(length) - len(table.page_ids)
+            room = self.decode.scheduler.has_room(request, missing)
+            if not room or not cache.reserve(table, length):
+                cache.release(table)
+                return None
+            self.decode.runner.stamp(self.decode.pool.take_stamps())
+            self._tables[request_id] = table
+            self.check()
+        return self._tables[request_id].closed
+
+    def deliver(self, request_id: str, known: list[int] | None = None) -> bool:
+        """Bring pages and first token over, if there is room; prefill has ended the request."""
+        if self.reserve(request_id) is None:
+            return False
+        request, table = self.sent.pop(request_id), self._tables.pop(request_id)
         answer = self.prefill.answers.pop(request_id)
         assert answer.finish is FinishReason.HANDOFF
-        table = self.prefill.scheduler.holds.table(request_id)
-        assert table is not None
-        self.decode.runner.arrived[request_id] = self.prefill.runner.copy(table.page_ids)
+        held = self.prefill.scheduler.holds.table(request_id)
+        assert held is not None
+        for i in range(table.closed, len(table.page_ids)):
+            slots = self.prefill.runner.copy(held.page_ids[i])
+            self.decode.runner.place(table.page_ids[i], slots)
         self.prefill.scheduler.release(request_id)
         result = PrefillResult(
             token=answer.tokens[0],
@@ -47,16 +81,19 @@ class RigPair:
             known=known or [],
         )
         self.decode.expect_news(request_id)
-        self.decode.scheduler.adopt(request, result)
+        self.decode.scheduler.adopt(request, table, result)
         self.check()
+        return True
 
     def drop(self, request_id: str) -> Output | None:
         """End a request wherever it is."""
-        self.expected.pop(request_id, None)
+        self.sent.pop(request_id, None)
         self.prefill.scheduler.abort(request_id)
         self.prefill.scheduler.release(request_id)
         output = self.decode.scheduler.abort(request_id)
-        self.decode.scheduler.release(request_id)
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            self.decode.cache.release(table)
         self.check()
         return output
 

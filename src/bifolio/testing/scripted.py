@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bifolio.core.step import PageFault, PageLoad, PageStamp, RowResult, Step, StepRow
+from bifolio.core.step import PageFault, PageStamp, RowResult, Step, StepRow
 from bifolio.request import Request, SamplingParams, TokenLogprobs
 
 _MASK = 2**64 - 1
@@ -126,15 +126,10 @@ class ScriptedRunner:
         self._pages = [_Page(page_size) for _ in range(num_pages)]
         self._integrity = integrity
         self._audit = audit
-        self.arrived: dict[str, list[list[int]]] = {}
-        """Slots of each page of a prompt that another runner computed, by request."""
 
     def execute(self, step: Step) -> list[RowResult]:
         """Results in the order of the rows."""
-        for stamp in step.stamps:
-            self._stamp(stamp)
-        for load in step.loads:
-            self._load(load)
+        self.stamp(step.stamps)
         return [self._run(row) for row in step.rows]
 
     def poison(self, pages: Iterable[int]) -> None:
@@ -151,20 +146,21 @@ class ScriptedRunner:
         """Spoil the bytes of a page and leave its header alone."""
         self._pages[page].slots = [slot ^ 1 for slot in self._pages[page].slots]
 
-    def _stamp(self, stamp: PageStamp) -> None:
-        page = self._pages[stamp.page]
-        page.tag, page.writer, page.seal = stamp.tag, stamp.writer, 0
+    def stamp(self, stamps: Iterable[PageStamp]) -> None:
+        """Write the headers of pages that were just allocated."""
+        for stamp in stamps:
+            page = self._pages[stamp.page]
+            page.tag, page.writer, page.seal = stamp.tag, stamp.writer, 0
 
-    def copy(self, pages: Iterable[int]) -> list[list[int]]:
-        """What pages hold, for `arrived` of another runner."""
-        return [list(self._pages[page].slots) for page in pages]
+    def copy(self, page: int) -> list[int]:
+        """What a page holds, for `place` of another runner."""
+        return list(self._pages[page].slots)
 
-    def _load(self, load: PageLoad) -> None:
-        for index, number in enumerate(load.page_ids, load.first):
-            page = self._pages[number]
-            page.slots = list(self.arrived[load.request_id][index])
-            if (index + 1) * self.page_size <= load.prompt_len:
-                page.seal = mix(0, *page.slots)
+    def place(self, number: int, slots: list[int]) -> None:
+        """Fill a page with what another runner computed."""
+        page = self._pages[number]
+        page.slots = slots
+        page.seal = mix(0, *slots)
 
     def _run(self, row: StepRow) -> RowResult:
         if self._integrity:
