@@ -2,7 +2,8 @@
 
     BifolioError
     ├── ConfigError          an option, a plan or a configuration file cannot work
-    │   └── UnsupportedError it could, but this build has no code for it
+    │   ├── UnsupportedError it could, but this build has no code for it
+    │   └── PairError        two workers cannot hand requests to each other
     ├── CheckpointError      a model's files are incomplete, damaged or contradictory
     ├── RequestError         one request is wrong (HTTP 400); names the parameter
     ├── OverloadedError      come back later (HTTP 429)
@@ -25,6 +26,10 @@ class ConfigError(BifolioError):
 
 class UnsupportedError(ConfigError):
     """A valid wish that this build or machine has no code for."""
+
+
+class PairError(ConfigError):
+    """Two workers cannot hand requests to each other; the text names what differs."""
 
 
 class CheckpointError(BifolioError):

@@ -1,0 +1,357 @@
+"""The receiver of hand-offs: one per connection of a decode worker to a prefill worker.
+
+Ownership. From Accept on, a transfer holds a reservation: pages of the prompt that no block table
+can name. A record is copied out of its staging slot into one of them and proven there, in memory
+that no peer can write to; then the slot is granted again. Once all pages, and the root digest over
+the whole document, are proven, the request is admitted, and only then may a step read a page, the
+prefix tree name it or a token leave. Whatever ends a transfer before releases the reservation at
+once; slots that the peer has not given back stay its own until it does, or the connection ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import structlog
+
+from bifolio.disagg.document import root
+from bifolio.disagg.handshake import Agreement
+from bifolio.disagg.link import Link, LinkState
+from bifolio.disagg.messages import (
+    Abort,
+    Accept,
+    Admitted,
+    Beat,
+    Cause,
+    Decline,
+    Finish,
+    Grant,
+    HandOffState,
+    Message,
+    Offer,
+    Page,
+)
+from bifolio.disagg.transport import Records
+from bifolio.errors import OverloadedError, PairError, RequestError
+from bifolio.request import Request
+
+log = structlog.get_logger(__name__)
+
+
+class Reservation(Protocol):
+    """Room for a prompt in the decode engine's pool."""
+
+    @property
+    def known(self) -> int:
+        """Leading logical pages that are there already, and held from now on."""
+        ...
+
+
+R = TypeVar("R", bound=Reservation)
+
+
+class PageSink(Protocol[R]):
+    """What the decode engine gives: its pool, and a way in."""
+
+    def connect(self, agreement: Agreement) -> None:
+        """A prefill worker is ready to send; PairError if its pages cannot be kept here."""
+        ...
+
+    def reserve(self, request: Request) -> R:
+        """Room for the pages of the prompt, tagged and named by no block table.
+
+        RequestError: never possible. OverloadedError: not now; asked again when it is polled.
+        """
+        ...
+
+    def fill(
+        self, reservation: R, index: int, records: Records, slot: int, fill: int, digest: int
+    ) -> bool:
+        """Copy a record into logical page `index` and prove the copy; False: its digest differs."""
+        ...
+
+    def admit(self, reservation: R, request: Request, state: HandOffState) -> None:
+        """All is proven: the request runs from here on, and the reservation is its own.
+
+        The rules that end a request are applied to the first token before anything is scheduled.
+        RequestError or OverloadedError: it cannot, and the caller releases the reservation.
+        """
+        ...
+
+    def release(self, reservation: R) -> None:
+        """Give up what was reserved."""
+        ...
+
+
+@dataclass(slots=True)
+class _Incoming(Generic[R]):
+    """A transfer between its Offer and its end."""
+
+    offer: Offer
+    pages: int
+    deadline: float
+    moved: float
+    reservation: R | None = None
+    """None while it waits for room."""
+    known: int = 0
+    proven: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(fill, digest) of the pages that have arrived, by index."""
+
+    @property
+    def request(self) -> Request:
+        return self.offer.request
+
+
+@dataclass(slots=True)
+class Received:
+    """Counters of one connection."""
+
+    admitted: int = 0
+    pages: int = 0
+    known_pages: int = 0
+    nbytes: int = 0
+    ended: dict[Cause, int] = field(default_factory=dict)
+    """Transfers that were declined or aborted, from either side, by cause."""
+
+
+class DecodeSide(Generic[R]):
+    """Receives hand-offs over one link. Not thread-safe: the thread that steps the engine calls it.
+
+    `max_queue` transfers may wait for memory; those beyond are declined. `draining` declines all.
+    """
+
+    def __init__(self, link: Link, sink: PageSink[R], *, max_queue: int = 256) -> None:
+        self.link = link
+        self.counts = Received()
+        self.draining = False
+        self._sink = sink
+        self._max_queue = max_queue
+        self._incoming: dict[int, _Incoming[R]] = {}
+        self._granted: set[int] = set()
+        self._free: list[int] = []
+        self._connected = False
+        self._last_transfer = -1
+        link.busy = self._busy
+
+    @property
+    def ready(self) -> bool:
+        return self.link.state is LinkState.READY and self._connected
+
+    @property
+    def open_transfers(self) -> int:
+        """Transfers that have neither been admitted nor ended."""
+        return len(self._incoming)
+
+    def abort(self, request_id: str, cause: Cause = Cause.CANCELLED) -> None:
+        """Forget a request that is not admitted yet, on both sides; unknown ids are ignored."""
+        for incoming in [i for i in self._incoming.values() if i.request.id == request_id]:
+            self._abort(incoming, cause, "")
+
+    def poll(self) -> None:
+        """Take what the peer says, admit what is proven, grant slots, watch the time."""
+        messages = self.link.poll()
+        if self.link.state is LinkState.READY and not self._connected:
+            self._connect()
+        for message in messages:
+            if self._connected:
+                self._take(message)
+        if self.link.closed:
+            for incoming in list(self._incoming.values()):
+                self._end(incoming, Cause.PEER_LOST)
+            return
+        self._serve_queue()
+        self._watch()
+        self._grant()
+
+    def _connect(self) -> None:
+        agreement = self.link.agreement
+        assert agreement is not None
+        try:
+            self._sink.connect(agreement)
+        except PairError as error:
+            self.link.refuse(str(error))
+            return
+        self._connected = True
+        self._free = list(range(agreement.slots))
+
+    # ── what the peer says ───────────────────────────────────────────────────────────────────
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Offer():
+                self._offered(message)
+            case Page():
+                self._arrived(message)
+            case Finish():
+                self._finished(message)
+            case Abort():
+                incoming = self._incoming.get(message.transfer)
+                if incoming is not None:
+                    self._end(incoming, message.cause)
+            case Beat(busy):
+                for transfer in busy:
+                    if transfer in self._incoming:
+                        self._incoming[transfer].moved = self.link.clock()
+            case _:
+                self.link.close(f"a prefill worker does not send {type(message).__name__}")
+
+    def _offered(self, offer: Offer) -> None:
+        agreement = self.link.agreement
+        assert agreement is not None
+        if offer.transfer <= self._last_transfer:
+            self.link.close(f"transfer {offer.transfer} was offered twice")
+            return
+        self._last_transfer = offer.transfer
+        request, now = offer.request, self.link.clock()
+        longest = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids or longest > agreement.max_tokens:
+            text = f"prompt: 1 to {agreement.max_tokens} tokens, answer included, not {longest}"
+            self._decline(offer, Cause.REJECTED, text, param="prompt")
+        elif self.draining or self._waiting_count() >= self._max_queue:
+            what = "is being drained" if self.draining else "has a full queue"
+            self._decline(offer, Cause.OVERLOADED, f"the decode worker {what}", retry_after=1.0)
+        else:
+            pages = agreement.target.pages_for(len(request.prompt_ids))
+            deadline = now + offer.deadline
+            self._incoming[offer.transfer] = _Incoming(offer, pages, deadline, now)
+
+    def _arrived(self, page: Page) -> None:
+        if page.slot not in self._granted:
+            self.link.close(f"the peer wrote into slot {page.slot}, which is not its own")
+            return
+        self._granted.remove(page.slot)
+        self._free.append(page.slot)
+        incoming = self._incoming.get(page.transfer)
+        if incoming is None:
+            return  # it ended meanwhile; the slot is what matters
+        agreement, records = self.link.agreement, self.link.records
+        assert agreement is not None and records is not None
+        incoming.moved = self.link.clock()
+        size, length = agreement.target.page_size, len(incoming.request.prompt_ids)
+        wanted = range(incoming.known, incoming.pages)
+        expected = min(size, length - page.index * size)
+        if (
+            incoming.reservation is None
+            or page.index not in wanted
+            or page.index in incoming.proven
+            or page.fill != expected
+        ):
+            self.link.close(f"the peer sent a page that nobody waits for: {page}")
+        elif self._sink.fill(
+            incoming.reservation, page.index, records, page.slot, page.fill, page.digest
+        ):
+            incoming.proven[page.index] = (page.fill, page.digest)
+            self.counts.pages += 1
+            self.counts.nbytes += records.shape[1]
+        else:
+            text = f"page {page.index} is not what its digest says"
+            self._abort(incoming, Cause.CORRUPT, text)
+
+    def _finished(self, finish: Finish) -> None:
+        incoming = self._incoming.get(finish.transfer)
+        if incoming is None:
+            return
+        agreement = self.link.agreement
+        assert agreement is not None
+        proven = [incoming.proven.get(i, (0, 0)) for i in range(incoming.known, incoming.pages)]
+        request, state = incoming.request, finish.state
+        expected = root(agreement.name, finish.transfer, request, incoming.known, proven, state)
+        if incoming.reservation is None or expected != finish.root:
+            self._abort(incoming, Cause.CORRUPT, "the document is not what its root digest says")
+            return
+        try:
+            self._sink.admit(incoming.reservation, request, state)
+        except RequestError as error:
+            self._abort(incoming, Cause.REJECTED, str(error))
+        except OverloadedError as error:
+            self._abort(incoming, Cause.OVERLOADED, str(error))
+        else:
+            del self._incoming[finish.transfer]
+            self.counts.admitted += 1
+            self.counts.known_pages += incoming.known
+            self.link.send(Admitted(finish.transfer))
+
+    # ── room ─────────────────────────────────────────────────────────────────────────────────
+
+    def _waiting(self) -> Iterator[_Incoming[R]]:
+        return (i for i in self._incoming.values() if i.reservation is None)
+
+    def _waiting_count(self) -> int:
+        return sum(1 for _ in self._waiting())
+
+    def _serve_queue(self) -> None:
+        """Reserve room in the order of the offers, as far as it goes."""
+        for incoming in list(self._waiting()):
+            try:
+                incoming.reservation = self._sink.reserve(incoming.request)
+            except OverloadedError:
+                return
+            except RequestError as error:
+                del self._incoming[incoming.offer.transfer]
+                self._decline(incoming.offer, Cause.REJECTED, str(error), param=error.param)
+                continue
+            incoming.known = incoming.reservation.known
+            incoming.moved = self.link.clock()
+            self.link.send(
+                Accept(transfer=incoming.offer.transfer, known=incoming.known, pages=incoming.pages)
+            )
+
+    def _grant(self) -> None:
+        """Every slot of this side goes to the peer: it knows best what to send next."""
+        if self._free and self._connected:
+            self.link.send(Grant(self._free))
+            self._granted.update(self._free)
+            self._free = []
+
+    # ── ends and time ────────────────────────────────────────────────────────────────────────
+
+    def _decline(
+        self,
+        offer: Offer,
+        cause: Cause,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float = 0.0,
+    ) -> None:
+        self._count(cause)
+        self.link.send(
+            Decline(
+                transfer=offer.transfer,
+                cause=cause,
+                message=message,
+                param=param,
+                retry_after=retry_after,
+            )
+        )
+
+    def _abort(self, incoming: _Incoming[R], cause: Cause, message: str) -> None:
+        self.link.send(Abort(transfer=incoming.offer.transfer, cause=cause, message=message))
+        self._end(incoming, cause)
+
+    def _end(self, incoming: _Incoming[R], cause: Cause) -> None:
+        """Let go of all that a transfer holds, at once; slots come back on their own."""
+        del self._incoming[incoming.offer.transfer]
+        if incoming.reservation is not None:
+            self._sink.release(incoming.reservation)
+        self._count(cause)
+        if cause not in (Cause.CANCELLED, Cause.DEADLINE):
+            log.warning("hand-off ended", request=incoming.request.id, cause=cause)
+
+    def _count(self, cause: Cause) -> None:
+        self.counts.ended[cause] = self.counts.ended.get(cause, 0) + 1
+
+    def _busy(self) -> list[int]:
+        return [i.offer.transfer for i in self._waiting()]
+
+    def _watch(self) -> None:
+        now, stall = self.link.clock(), self.link.timing.stall
+        for incoming in list(self._incoming.values()):
+            if now > incoming.deadline:
+                self._abort(incoming, Cause.DEADLINE, "the deadline has passed")
+            elif incoming.reservation is None:
+                incoming.moved = now
+            elif now - incoming.moved > stall:
+                self._abort(incoming, Cause.STALLED, f"no progress for {stall:g} s")

@@ -1,0 +1,122 @@
+"""The pool of a decode engine as a sink of hand-offs."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+
+from bifolio.core import CacheManager
+from bifolio.core.cache import PageTable
+from bifolio.disagg.handshake import Agreement
+from bifolio.disagg.messages import HandOffState
+from bifolio.disagg.transport import Records
+from bifolio.errors import OverloadedError, RequestError
+from bifolio.kernels.reference_pages import PagesKernels
+from bifolio.request import Request
+from bifolio.runtime.pool import KVPool
+from bifolio.spec import PAGE_HEADER_BYTES
+from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
+
+Admit = Callable[[Request, PageTable, HandOffState], None]
+"""Takes a request into the engine, its prompt computed; see `PageSink.admit`. The table is the
+engine's from then on, and `table.token_ids`, which holds the prompt, grows with the request."""
+
+Room = Callable[[Request, int], bool]
+"""Whether so many more pages may be taken for a request now, beside those that all others need."""
+
+
+class PoolReservation:
+    """Pages of a prompt in no block table: the first `known` are shared, the others private."""
+
+    __slots__ = ("known", "table")
+
+    def __init__(self, table: PageTable) -> None:
+        self.table = table
+        self.known = len(table.page_ids)
+
+
+class PoolSink:
+    """Implements `PageSink[PoolReservation]` over the decode engine's own page manager.
+
+    `bind` is told the writer of the pages that will arrive, under which the prefix tree must keep
+    them; it raises PairError if it keeps those of another. `check` raises RequestError for a
+    request that this engine can never serve. Call everything between steps.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        pool: KVPool,
+        kernels: PagesKernels,
+        *,
+        bind: Callable[[int], None],
+        check: Callable[[Request], None],
+        room: Room,
+        admit: Admit,
+    ) -> None:
+        self._cache = cache
+        self._pool = pool
+        self._kernels = kernels
+        self._bind = bind
+        self._check = check
+        self._room = room
+        self._admit = admit
+        self._open: dict[int, PageTable] = {}
+
+    def tables(self) -> Iterable[PageTable]:
+        """Page tables of the transfers under way, for `check_invariants` of whoever counts."""
+        return self._open.values()
+
+    def connect(self, agreement: Agreement) -> None:
+        assert agreement.target == self._pool.spec, "the Hello described another pool"
+        self._bind(agreement.writer)
+
+    def reserve(self, request: Request) -> PoolReservation:
+        self._check(request)
+        cache, length = self._cache, len(request.prompt_ids)
+        try:
+            token_ids = array("I", request.prompt_ids)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(
+                f"prompt: not a list of token ids: {error}", param="prompt"
+            ) from None
+        table = cache.open(token_ids, length, request.cache_salt, length)
+        need = cache.pages_for(length) - len(table.page_ids)
+        reservation = PoolReservation(table)
+        if not self._room(request, need) or not cache.reserve(table, length):
+            cache.release(table)
+            raise OverloadedError("the decode side has no free pages", retry_after=0.0)
+        # Now, not with the next step: what arrives before it must not be stamped over.
+        self._pool.stamp(cache.pool.take_stamps())
+        self._open[id(table)] = table
+        return reservation
+
+    def fill(
+        self,
+        reservation: PoolReservation,
+        index: int,
+        records: Records,
+        slot: int,
+        fill: int,
+        digest: int,
+    ) -> bool:
+        page = reservation.table.page_ids[index]
+        assert self._cache.pool.is_open(page), "only a private page is written to"
+        self._pool.body(page)[:] = records[slot, PAGE_HEADER_BYTES:]
+        found = self._kernels.seals(self._pool.tensor, [page], PAGE_HEADER_BYTES)[0]
+        if found != digest:
+            return False
+        header = self._pool.headers[page]
+        header[HEADER_FILL] = fill
+        header[HEADER_SEAL] = digest if fill == self._pool.spec.page_size else 0
+        return True
+
+    def admit(self, reservation: PoolReservation, request: Request, state: HandOffState) -> None:
+        table = reservation.table
+        self._admit(request, table, state)
+        del self._open[id(table)]
+        self._cache.advance(table, len(request.prompt_ids))
+
+    def release(self, reservation: PoolReservation) -> None:
+        del self._open[id(reservation.table)]
+        self._cache.release(reservation.table)
