@@ -12,7 +12,7 @@ import numpy as np
 from bifolio.core import CacheManager, PagePool
 from bifolio.core.cache import PageTable
 from bifolio.disagg.handshake import page_shape
-from bifolio.disagg.messages import HandOffState, Hello, ModelPrint, Role
+from bifolio.disagg.messages import Hello, ModelPrint, Role
 from bifolio.disagg.pool_sink import PoolSink
 from bifolio.disagg.pool_source import HandOffKernels, PoolSource
 from bifolio.errors import PairError
@@ -20,7 +20,7 @@ from bifolio.formats import CacheFormat
 from bifolio.kernels import native
 from bifolio.kernels.reference_convert import ReferenceConvert
 from bifolio.kernels.reference_pages import ReferencePages
-from bifolio.request import Request, SamplingParams
+from bifolio.request import PrefillResult, Request, SamplingParams
 from bifolio.runtime.pool import KVPool
 from bifolio.spec import PageSpec
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
@@ -108,7 +108,7 @@ class DecodePool:
     spec: PageSpec
     pages: int
     ops: HandOffKernels
-    admitted: dict[str, tuple[Request, PageTable, HandOffState]] = field(default_factory=dict)
+    admitted: dict[str, tuple[Request, PageTable, PrefillResult]] = field(default_factory=dict)
     on_admit: Callable[[Request], None] = lambda request: None
 
     def __post_init__(self) -> None:
@@ -135,9 +135,10 @@ class DecodePool:
             raise PairError("pages of another writer are kept here")
         self.writer = writer
 
-    def _admit(self, request: Request, table: PageTable, state: HandOffState) -> None:
+    def _admit(self, request: Request, table: PageTable, result: PrefillResult) -> None:
         self.on_admit(request)
-        self.admitted[request.id] = (request, table, state)
+        self.cache.advance(table, len(request.prompt_ids))
+        self.admitted[request.id] = (request, table, result)
 
     def release(self, request_id: str) -> None:
         self.cache.release(self.admitted.pop(request_id)[1])

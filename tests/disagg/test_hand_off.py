@@ -9,10 +9,9 @@ from pools import DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
 from bifolio.disagg.decode import DecodeSide
 from bifolio.disagg.link import Link
-from bifolio.disagg.messages import HandOffState
 from bifolio.disagg.prefill import Delivered, Event, PrefillSide
 from bifolio.disagg.transport import loopback
-from bifolio.request import Request
+from bifolio.request import PrefillResult, Request
 
 
 class Pair:
@@ -35,7 +34,7 @@ class Pair:
             self.source.check()
             self.target.check()
 
-    def hand_over(self, request: Request, chunk: int, state: HandOffState) -> None:
+    def hand_over(self, request: Request, chunk: int, result: PrefillResult) -> None:
         self.poll(3)
         self.prefill.offer(request, self.source.open(request), math.inf)
         length = len(request.prompt_ids)
@@ -43,7 +42,7 @@ class Pair:
             self.source.compute(request, end)
             self.prefill.computed(request.id, end)
             self.poll(3)
-        self.prefill.finish(request.id, state)
+        self.prefill.finish(request.id, result)
         self.poll(8)
 
 
@@ -61,7 +60,7 @@ def make_pair(
 def test_the_pages_and_the_state_arrive_as_they_were_sent(length: int) -> None:
     pair = make_pair()
     request = make_request("a", list(range(1, length + 1)))
-    state = HandOffState(first_token=7, cached_tokens=3)
+    state = PrefillResult(token=7, cached_tokens=3)
     pair.hand_over(request, 32, state)
     [delivered] = pair.events
     assert isinstance(delivered, Delivered)
@@ -80,7 +79,7 @@ def test_the_pages_and_the_state_arrive_as_they_were_sent(length: int) -> None:
 def test_pages_that_the_receiver_has_are_not_sent() -> None:
     pair = make_pair()
     prompt = list(range(1, 81))
-    state = HandOffState(first_token=7)
+    state = PrefillResult(token=7)
     pair.hand_over(make_request("a", prompt), 32, state)
     pair.hand_over(make_request("b", [*prompt[:50], 999]), 32, state)
     pair.hand_over(make_request("c", prompt, salt="other tenant"), 32, state)

@@ -28,14 +28,13 @@ from bifolio.disagg.messages import (
     Decline,
     Finish,
     Grant,
-    HandOffState,
     Message,
     Offer,
     Page,
 )
 from bifolio.disagg.transport import Records
 from bifolio.errors import OverloadedError, PairError, RequestError
-from bifolio.request import Request
+from bifolio.request import PrefillResult, Request
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +45,11 @@ class Reservation(Protocol):
     @property
     def known(self) -> int:
         """Leading logical pages that are there already, and held from now on."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """The engine has taken the pages back for requests that run: the transfer must end."""
         ...
 
 
@@ -72,7 +76,7 @@ class PageSink(Protocol[R]):
         """Copy a record into logical page `index` and prove the copy; False: its digest differs."""
         ...
 
-    def admit(self, reservation: R, request: Request, state: HandOffState) -> None:
+    def admit(self, reservation: R, request: Request, result: PrefillResult) -> None:
         """All is proven: the request runs from here on, and the reservation is its own.
 
         The rules that end a request are applied to the first token before anything is scheduled.
@@ -81,7 +85,7 @@ class PageSink(Protocol[R]):
         ...
 
     def release(self, reservation: R) -> None:
-        """Give up what was reserved."""
+        """Give up what was reserved, unless it is lost already."""
         ...
 
 
@@ -161,8 +165,8 @@ class DecodeSide(Generic[R]):
             for incoming in list(self._incoming.values()):
                 self._end(incoming, Cause.PEER_LOST)
             return
-        self._serve_queue()
         self._watch()
+        self._serve_queue()
         self._grant()
 
     def _connect(self) -> None:
@@ -206,7 +210,9 @@ class DecodeSide(Generic[R]):
         self._last_transfer = offer.transfer
         request, now = offer.request, self.link.clock()
         longest = len(request.prompt_ids) + request.sampling.max_tokens
-        if not request.prompt_ids or longest > agreement.max_tokens:
+        if request.route is not None:
+            self.link.close("the peer offered a request that is to go on elsewhere")
+        elif not request.prompt_ids or longest > agreement.max_tokens:
             text = f"prompt: 1 to {agreement.max_tokens} tokens, answer included, not {longest}"
             self._decline(offer, Cause.REJECTED, text, param="prompt")
         elif self.draining or self._waiting_count() >= self._max_queue:
@@ -239,6 +245,8 @@ class DecodeSide(Generic[R]):
             or page.fill != expected
         ):
             self.link.close(f"the peer sent a page that nobody waits for: {page}")
+        elif incoming.reservation.lost:
+            return
         elif self._sink.fill(
             incoming.reservation, page.index, records, page.slot, page.fill, page.digest
         ):
@@ -256,13 +264,16 @@ class DecodeSide(Generic[R]):
         agreement = self.link.agreement
         assert agreement is not None
         proven = [incoming.proven.get(i, (0, 0)) for i in range(incoming.known, incoming.pages)]
-        request, state = incoming.request, finish.state
-        expected = root(agreement.name, finish.transfer, request, incoming.known, proven, state)
-        if incoming.reservation is None or expected != finish.root:
+        request, result = incoming.request, finish.result
+        expected = root(agreement.name, finish.transfer, request, incoming.known, proven, result)
+        reservation = incoming.reservation
+        if reservation is None or expected != finish.root:
             self._abort(incoming, Cause.CORRUPT, "the document is not what its root digest says")
             return
+        if reservation.lost:
+            return  # `_watch` ends it
         try:
-            self._sink.admit(incoming.reservation, request, state)
+            self._sink.admit(reservation, request, result)
         except RequestError as error:
             self._abort(incoming, Cause.REJECTED, str(error))
         except OverloadedError as error:
@@ -353,5 +364,7 @@ class DecodeSide(Generic[R]):
                 self._abort(incoming, Cause.DEADLINE, "the deadline has passed")
             elif incoming.reservation is None:
                 incoming.moved = now
+            elif incoming.reservation.lost:
+                self._abort(incoming, Cause.OVERLOADED, "its pages were needed by others")
             elif now - incoming.moved > stall:
                 self._abort(incoming, Cause.STALLED, f"no progress for {stall:g} s")

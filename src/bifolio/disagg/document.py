@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bifolio.disagg.messages import HandOffState
-from bifolio.request import Request
+from bifolio.request import PrefillResult, Request
 
 ROOT_BYTES = 16
 
@@ -21,7 +20,7 @@ def root(
     request: Request,
     known: int,
     pages: Sequence[tuple[int, int]],
-    state: HandOffState,
+    result: PrefillResult,
 ) -> bytes:
     """BLAKE2b-128 of everything that is handed over, in the msgpack of these values as a list.
 
@@ -29,5 +28,5 @@ def root(
     are (fill, digest) of the logical pages from `known` on, in order. Both sides compute it, the
     sender from what it sent, the receiver from what it has proven: equal roots, equal documents.
     """
-    body = _encode([agreement, transfer, request, known, pages, state])
+    body = _encode([agreement, transfer, request, known, pages, result])
     return hashlib.blake2b(body, digest_size=ROOT_BYTES).digest()

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import msgspec
 
-from bifolio.request import Request, TokenLogprobs
+from bifolio.request import PrefillResult, Request
 
 PROTOCOL_VERSION = 1
 
@@ -173,29 +173,16 @@ class Page(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     digest: int
 
 
-class HandOffState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request has become by its first token, beside its pages.
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The prompt is computed and all pages are sent: what else there is, and the root digest.
 
-    The sampler's state is the request's seed and `draws`: draw i of a seed is the same anywhere.
     A grammar is in the request, and its state is that of replaying the first token, which the
-    decode side does once; text and stop strings are the front end's, which hears of the first
-    token from the decode side like of any other.
+    decode side does once. Text and stop strings are the front end's, which hears of the first
+    token from the decode side, like of any other.
     """
 
-    first_token: int
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    draws: int = 1
-    cached_tokens: int = 0
-    """Prompt tokens that the prefill side found in its cache."""
-    pages_checked: int = 0
-
-
-class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The prompt is computed and all pages are sent: the request's state, and the root digest."""
-
     transfer: int
-    state: HandOffState
+    result: PrefillResult
     root: bytes
     """BLAKE2b-128 over the whole document (`document.root`)."""
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from bifolio.core import CacheManager
 from bifolio.core.cache import PageTable
 from bifolio.disagg.handshake import Agreement
-from bifolio.disagg.messages import HandOffState
 from bifolio.disagg.transport import Records
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.kernels.reference_pages import PagesKernels
-from bifolio.request import Request
+from bifolio.request import PrefillResult, Request
 from bifolio.runtime.pool import KVPool
 from bifolio.spec import PAGE_HEADER_BYTES
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 
-Admit = Callable[[Request, PageTable, HandOffState], None]
-"""Takes a request into the engine, its prompt computed; see `PageSink.admit`. The table is the
-engine's from then on, and `table.token_ids`, which holds the prompt, grows with the request."""
+Admit = Callable[[Request, PageTable, PrefillResult], None]
+"""Takes a request into the engine (`Scheduler.adopt`): the table is the engine's from then on, and
+its prompt computed. RequestError if the result cannot be (a token beyond the vocabulary)."""
 
 Room = Callable[[Request, int], bool]
 """Whether so many more pages may be taken for a request now, beside those that all others need."""
@@ -28,11 +27,12 @@ Room = Callable[[Request, int], bool]
 class PoolReservation:
     """Pages of a prompt in no block table: the first `known` are shared, the others private."""
 
-    __slots__ = ("known", "table")
+    __slots__ = ("known", "lost", "table")
 
     def __init__(self, table: PageTable) -> None:
         self.table = table
         self.known = len(table.page_ids)
+        self.lost = False
 
 
 class PoolSink:
@@ -61,11 +61,20 @@ class PoolSink:
         self._check = check
         self._room = room
         self._admit = admit
-        self._open: dict[int, PageTable] = {}
+        self._open: dict[int, PoolReservation] = {}
 
-    def tables(self) -> Iterable[PageTable]:
-        """Page tables of the transfers under way, for `check_invariants` of whoever counts."""
-        return self._open.values()
+    def tables(self) -> Collection[PageTable]:
+        """Page tables of the transfers under way."""
+        return [reservation.table for reservation in self._open.values()]
+
+    def give_way(self) -> bool:
+        """Release the latest reservation, since running requests need its pages."""
+        if not self._open:
+            return False
+        reservation = self._open[next(reversed(self._open))]
+        self.release(reservation)
+        reservation.lost = True
+        return True
 
     def connect(self, agreement: Agreement) -> None:
         assert agreement.target == self._pool.spec, "the Hello described another pool"
@@ -88,7 +97,7 @@ class PoolSink:
             raise OverloadedError("the decode side has no free pages", retry_after=0.0)
         # Now, not with the next step: what arrives before it must not be stamped over.
         self._pool.stamp(cache.pool.take_stamps())
-        self._open[id(table)] = table
+        self._open[id(reservation)] = reservation
         return reservation
 
     def fill(
@@ -111,12 +120,10 @@ class PoolSink:
         header[HEADER_SEAL] = digest if fill == self._pool.spec.page_size else 0
         return True
 
-    def admit(self, reservation: PoolReservation, request: Request, state: HandOffState) -> None:
-        table = reservation.table
-        self._admit(request, table, state)
-        del self._open[id(table)]
-        self._cache.advance(table, len(request.prompt_ids))
+    def admit(self, reservation: PoolReservation, request: Request, result: PrefillResult) -> None:
+        self._admit(request, reservation.table, result)
+        del self._open[id(reservation)]
 
     def release(self, reservation: PoolReservation) -> None:
-        del self._open[id(reservation.table)]
-        self._cache.release(reservation.table)
+        if self._open.pop(id(reservation), None) is not None:
+            self._cache.release(reservation.table)

@@ -1,7 +1,7 @@
 """The sender of hand-offs: one per connection of a prefill worker to a decode worker.
 
 The engine offers a request when it admits it, reports how far its prompt is computed, and hands
-over the state once the first token is sampled. In between, `poll` sends each page that is complete
+over the result once the first token is sampled. In between, `poll` sends each page that is complete
 and that the receiver lacks, so that most of the transfer is over when the last chunk is.
 
 Ownership. The engine holds the pages of a request from `offer` until the one event that ends it
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from bifolio.core.step import PageFault
@@ -32,7 +33,6 @@ from bifolio.disagg.messages import (
     Decline,
     Finish,
     Grant,
-    HandOffState,
     Message,
     Offer,
     Page,
@@ -40,7 +40,7 @@ from bifolio.disagg.messages import (
 from bifolio.disagg.policy import RetryBudget
 from bifolio.disagg.transport import Records
 from bifolio.errors import IntegrityError, PairError
-from bifolio.request import Request
+from bifolio.request import PrefillResult, Request
 
 log = structlog.get_logger(__name__)
 
@@ -135,8 +135,8 @@ class _Outgoing:
     deadline: float
     computed: int = 0
     """Positions whose pages may be read: whole pages of the sender, or the whole prompt."""
-    state: HandOffState | None = None
-    state_at: float = 0.0
+    result: PrefillResult | None = None
+    ended: float = 0.0
     attempt: int = 0
     transfer: int = -1
     due: float | None = None
@@ -203,7 +203,7 @@ class PrefillSide:
         agreement = self.link.agreement
         assert agreement is not None
         out = _Outgoing(
-            request=request,
+            request=msgspec.structs.replace(request, route=None),  # it ends there
             held=held,
             pages=agreement.target.pages_for(len(request.prompt_ids)),
             deadline=self.link.clock() + deadline,
@@ -221,13 +221,13 @@ class PrefillSide:
             whole = tokens if tokens >= out.length else tokens - tokens % size
             out.computed = max(out.computed, whole)
 
-    def finish(self, request_id: str, state: HandOffState) -> None:
+    def finish(self, request_id: str, result: PrefillResult) -> None:
         """The prompt is computed to its end and the first token sampled."""
         out = self._outgoing.get(request_id)
         if out is not None:
             self.computed(request_id, out.length)
-            out.state = state
-            out.state_at = self.link.clock()
+            out.result = result
+            out.ended = self.link.clock()
 
     def abort(self, request_id: str, cause: Cause = Cause.CANCELLED) -> None:
         """Forget a request, at once on both sides; no event follows. Unknown ids are ignored."""
@@ -315,7 +315,7 @@ class PrefillSide:
                 pages=len(out.sent),
                 known=out.known,
                 nbytes=out.nbytes,
-                seconds=self.link.clock() - out.state_at,
+                seconds=self.link.clock() - out.ended,
             )
         )
 
@@ -407,10 +407,10 @@ class PrefillSide:
             return
         left = self._batch
         ready = [out for out in self._by_transfer.values() if out.known >= 0 and not out.finished]
-        for out in sorted(ready, key=lambda out: out.state is None):
+        for out in sorted(ready, key=lambda out: out.result is None):
             left -= self._send_pages(out, left)
-            if out.state is not None and out.known + len(out.sent) == out.pages:
-                self._send_state(out, out.state)
+            if out.result is not None and out.known + len(out.sent) == out.pages:
+                self._send_result(out, out.result)
 
     def _send_pages(self, out: _Outgoing, most: int) -> int:
         """Convert and send up to `most` pages; how many it were."""
@@ -439,10 +439,10 @@ class PrefillSide:
         out.nbytes += count * records.shape[1]
         return count
 
-    def _send_state(self, out: _Outgoing, state: HandOffState) -> None:
+    def _send_result(self, out: _Outgoing, result: PrefillResult) -> None:
         agreement = self.link.agreement
         assert agreement is not None
-        proof = root(agreement.name, out.transfer, out.request, out.known, out.sent, state)
-        self.link.send(Finish(transfer=out.transfer, state=state, root=proof))
+        proof = root(agreement.name, out.transfer, out.request, out.known, out.sent, result)
+        self.link.send(Finish(transfer=out.transfer, result=result, root=proof))
         out.finished = True
         out.moved = self.link.clock()
