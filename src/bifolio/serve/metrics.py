@@ -100,6 +100,12 @@ class _EngineCollector(Collector):
         for state in _PAGE_STATES:
             pages.add_metric([state], getattr(stats, f"pages_{state}"))
         yield pages
+        hello = self._engine.hello
+        yield GaugeMetricFamily(
+            "bifolio_kv_cache_tokens",
+            "Tokens that the cache holds at most",
+            value=hello.pages * hello.page_size,
+        )
         usable = stats.pages_free + stats.pages_cached + stats.pages_live
         yield GaugeMetricFamily(
             "bifolio_kv_cache_usage_perc",

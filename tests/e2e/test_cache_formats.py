@@ -1,0 +1,59 @@
+"""Half the bytes a token: twice the tokens in the same memory, and twice the requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from test_cli_server import Server, serving
+
+from bifolio.testing.tiny import tiny_config, write_model
+
+PROMPT, ANSWER, REQUESTS = 160, 64, 24
+OPTIONS = (
+    "--cache-memory",
+    "2MiB",
+    "--max-model-len",
+    "512",
+    "--no-prefix-cache",
+    "--kernels",
+    "native",
+)
+
+
+async def most_at_a_time(server: Server) -> tuple[int, float]:
+    """Requests that the server computed together at most, and tokens that its cache holds."""
+    most, tokens = 0, 0.0
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        body = {"prompt": [7] * PROMPT, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
+        asked = [client.post("/v1/completions", json=body) for _ in range(REQUESTS)]
+        answers = asyncio.gather(*asked)
+        while not answers.done():
+            metrics = dict(
+                line.rsplit(" ", 1)
+                for line in (await client.get("/metrics")).text.splitlines()
+                if not line.startswith("#")
+            )
+            most = max(most, int(float(metrics["bifolio_num_requests_running"])))
+            tokens = float(metrics["bifolio_kv_cache_tokens"])
+            await asyncio.sleep(0.005)
+        assert {answer.status_code for answer in await answers} == {200}
+    return most, tokens
+
+
+def test_fp8_pages_hold_twice_the_tokens_and_admit_twice_the_requests(tmp_path) -> None:
+    """`fp8` at least 1.98 times (headers stay), `fp8:token` with its scales at least 1.93 times."""
+    config = tiny_config(
+        max_position_embeddings=1024, num_hidden_layers=4, num_key_value_heads=2, head_dim=64
+    )
+    folder = write_model(tmp_path / "tiny", config)
+    measured = {}
+    for cache in ("bf16", "fp8", "fp8:token"):
+        with serving(folder, *OPTIONS, "--plan", f"bf16/{cache}") as server:
+            measured[cache] = asyncio.run(most_at_a_time(server))
+    for requests, tokens in measured.values():
+        assert tokens // (PROMPT + ANSWER) <= requests <= tokens // PROMPT
+    requests, tokens = measured["bf16"]
+    for cache, ratio in (("fp8", 1.98), ("fp8:token", 1.93)):
+        assert measured[cache][1] >= ratio * tokens
+        assert measured[cache][0] > 1.3 * requests
