@@ -144,6 +144,13 @@ class Scheduler(SchedulerState):
         if finish is not None:
             self._end(sequence, finish)
 
+    def table(self, request_id: str) -> PageTable | None:
+        """The pages of a request that runs, or whose transfer goes on; None before and after."""
+        sequence = self._running.get(request_id)
+        if sequence is not None:
+            return sequence.table
+        return self.holds.table(request_id)
+
     def release(self, owner: str) -> None:
         """A transfer is over, or will not come: its pages are free again."""
         if self.holds.release(owner):

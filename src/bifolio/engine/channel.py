@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -65,13 +65,26 @@ class Channel(Generic[Message]):
         self._unsent_bytes = 0
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._idle = select.poll()
+        self._watched: set[int] = set()
+
+    def watch(self, files: Iterable[int]) -> None:
+        """Let `receive` also wake up when one of these file descriptors is readable."""
+        files = set(files)
+        for gone in self._watched - files:
+            self._idle.unregister(gone)
+        for new in files - self._watched:
+            self._idle.register(new, select.POLLIN)
+        self._watched = files
 
     def receive(self, timeout: float) -> list[Message]:
         """All messages that are there; waits up to `timeout` seconds for the first."""
         if self._unsent:
             self._write()
         if timeout > 0:
-            self._wait(select.POLLIN | (select.POLLOUT if self._unsent else 0), timeout)
+            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            self._idle.register(self._sock, events)
+            self._idle.poll(timeout * 1e3)
         messages: list[Message] = []
         while True:
             try:

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
@@ -24,13 +25,19 @@ from bifolio.config import EngineConfig
 from bifolio.engine.channel import Unframer, frame
 from bifolio.engine.messages import (
     Abort,
+    Connect,
+    Disconnect,
+    Drain,
     EngineMessage,
     EngineStats,
     Fatal,
     FrontMessage,
     Hello,
+    Listen,
+    Listening,
     Loading,
     Outputs,
+    PeerNews,
     RefusalKind,
     Refused,
     Shutdown,
@@ -119,6 +126,40 @@ class _Link(asyncio.Protocol):
         self._on_close()
 
 
+class EngineClient(Protocol):
+    """What a front end needs: one engine, or several that act as one."""
+
+    @property
+    def hello(self) -> Hello:
+        """What the engine said of itself when it was ready."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest heartbeat."""
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that somebody is reading."""
+
+    async def stop(self) -> None:
+        """End all processes. Requests that are still open raise EngineDeadError."""
+
+    def generate(self, *requests: Request) -> AsyncGenerator[Output, None]:
+        """See `AsyncEngine.generate`."""
+
+    def abort(self, *ids: str) -> None:
+        """See `AsyncEngine.abort`."""
+
+    def abort_all(self, reason: str) -> None:
+        """See `AsyncEngine.abort_all`."""
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError unless the loops have beaten lately."""
+
+    def check_ready(self) -> None:
+        """Raise EngineDeadError unless requests can be served and make progress."""
+
+
 class AsyncEngine:
     """Starts the engine process, sends it requests, follows its heartbeat.
 
@@ -148,8 +189,9 @@ class AsyncEngine:
         self._dead: str | None = None
         self._last_words: Fatal | None = None
         self._beat_at = self._progress_at = 0.0
-        self.stats = EngineStats()
-        """The latest heartbeat."""
+        self._stats = EngineStats()
+        self.on_peer_news: Callable[[Listening | PeerNews], None] = lambda _news: None
+        """Called with what the engine says of its connections to other engines."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -220,6 +262,16 @@ class AsyncEngine:
         return self._hello.result()
 
     @property
+    def stats(self) -> EngineStats:
+        """The latest heartbeat."""
+        return self._stats
+
+    @property
+    def is_dead(self) -> bool:
+        """The process has ended."""
+        return self._dead is not None
+
+    @property
     def pid(self) -> int:
         """The engine process."""
         assert self._process is not None, "start() comes first"
@@ -238,14 +290,32 @@ class AsyncEngine:
         waits for it, aborts what is not finished; wrap it in `contextlib.aclosing`, so that
         leaving the loop early does that at once.
         """
-        mailbox = _Mailbox(request.id for request in requests)
+        mailbox = self._open(request.id for request in requests)
         assert len(mailbox.open) == len(requests), "two requests have the same id"
+        async with aclosing(self._read(mailbox, requests)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def follow(self, request_id: str) -> AsyncGenerator[Output, None]:
+        """Like `generate`, for a request that reaches this engine through another one.
+
+        News are kept from now on; the iterator must be run, or closed after it was begun.
+        """
+        return self._read(self._open([request_id]), ())
+
+    def _open(self, ids: Iterable[str]) -> _Mailbox:
+        mailbox = _Mailbox(ids)
         assert mailbox.open.isdisjoint(self._mailboxes), "a request with this id is open"
         self._mailboxes |= dict.fromkeys(mailbox.open, mailbox)
+        return mailbox
+
+    async def _read(
+        self, mailbox: _Mailbox, submit: Collection[Request]
+    ) -> AsyncGenerator[Output, None]:
         try:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
-            for request in requests:
+            for request in submit:
                 self._send(Submit(request))
             while mailbox.open:
                 for output in await mailbox.take():
@@ -296,6 +366,11 @@ class AsyncEngine:
                 f"{self.stats.waiting} waiting requests"
             )
 
+    def tell(self, message: Listen | Connect | Disconnect | Drain) -> None:
+        """Say something about other engines; lost if the process has ended."""
+        if self._dead is None:
+            self._send(message)
+
     def _send(self, message: FrontMessage) -> None:
         assert self._transport is not None, "start() comes first"
         self._transport.write(frame(self._encoder.encode(message)))
@@ -321,15 +396,17 @@ class AsyncEngine:
                 self._beat_at = self._progress_at = time.monotonic()
                 if self._hello is not None and not self._hello.done():
                     self._hello.set_result(message)
+            case Listening() | PeerNews():
+                self.on_peer_news(message)
             case Fatal():
                 self._last_words = message
 
     def _on_beat(self, stats: EngineStats) -> None:
         self._beat_at = time.monotonic()
         idle = stats.running + stats.waiting == 0
-        if idle or stats.progress != self.stats.progress:
+        if idle or stats.progress != self._stats.progress:
             self._progress_at = self._beat_at
-        self.stats = stats
+        self._stats = stats
 
     def _on_close(self) -> None:
         if self._dead is not None:

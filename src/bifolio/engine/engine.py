@@ -8,8 +8,9 @@ from dataclasses import replace
 import structlog
 
 from bifolio.config import EngineConfig
-from bifolio.core import CacheManager, Limits, PagePool, Scheduler
+from bifolio.core import CacheManager, Limits, PagePool, Scheduler, Step
 from bifolio.engine.messages import EngineStats, Hello
+from bifolio.engine.peers import Peers
 from bifolio.engine.scrub import Scrubber
 from bifolio.errors import ConfigError, RequestError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan
@@ -72,7 +73,7 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         _warn_of_unit_scales(page)
-        self.scheduler = Scheduler(self._cache_manager(page), limits, self.spec.stop_ids)
+        self.scheduler = Scheduler(self._cache_manager(), limits, self.spec.stop_ids)
         self.runner = ModelRunner(
             _runnable(self.models, self.kernels),
             self.pool,
@@ -85,18 +86,20 @@ class Engine:
         seals = self.runner.seals
         self._scrubber = Scrubber(self.scheduler.cache, seals) if seals else None
 
-    def _cache_manager(self, page: PageSpec) -> CacheManager:
-        def writer(phase: Phase) -> int:
-            plan, kernels = self.plan.phase(phase), self.kernels.ops.name
-            return writer_fingerprint(
-                self.models.identity, f"{plan.weights} {kernels}", str(plan.head), page, "one", 0
-            )
+    def writer(self, phase: Phase) -> int:
+        """Fingerprint of what writes pages in a phase (`runtime.provenance`)."""
+        plan, kernels = self.plan.phase(phase), self.kernels.ops.name
+        weights = f"{plan.weights} {kernels}"
+        return writer_fingerprint(
+            self.models.identity, weights, str(plan.head), self.pool.spec, "one", 0
+        )
 
+    def _cache_manager(self) -> CacheManager:
         return CacheManager(
             self._page_pool,
-            page.page_size,
-            writer(Phase.PREFILL),
-            writer(Phase.DECODE),
+            self.pool.spec.page_size,
+            self.writer(Phase.PREFILL),
+            self.writer(Phase.DECODE),
             prefix_cache=self._config.prefix_cache,
         )
 
@@ -128,6 +131,7 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return self.scheduler.take_news()
+        self._planned(step)
         try:
             results = self.runner.execute(step)
         except Exception as error:
@@ -137,6 +141,9 @@ class Engine:
             if result.fault is not None:
                 log.error("cache integrity", request=row.request_id, fault=result.fault)
         return self.scheduler.commit(step, results)
+
+    def _planned(self, step: Step) -> None:
+        """A step is about to be executed."""
 
     def scrub(self) -> None:
         """Look whether a few cached pages still hold the bytes they were sealed with."""
@@ -184,6 +191,11 @@ class Engine:
             seals_checked=seals.checked if seals else 0,
             seal_failures=seals.failures if seals else 0,
         )
+
+    @property
+    def peers(self) -> Peers | None:
+        """This engine computes both phases of its requests."""
+        return None
 
     def close(self) -> None:
         """Nothing is held beyond this object's memory and its kernels' threads."""

@@ -1,10 +1,15 @@
 """What the front end and the engine process say to each other, as msgpack.
 
-    front → engine   Start · Submit · Abort · Shutdown
+    front → engine   Start · Submit · Abort · Shutdown · Listen · Connect · Disconnect · Drain
     engine → front   Loading · Hello · Outputs · Refused · EngineStats · Fatal
+                     Listening · PeerNews
 
 The order of one request: Submit, then either one Refused or Outputs until one of them has a
 `finish`. After an Abort the engine says nothing more about that request.
+
+Engines that share the phases of a request between them are introduced by the front end: a decode
+engine is told to Listen and answers where it does, a prefill engine is told to Connect there, and
+PeerNews says what became of it.
 """
 
 from __future__ import annotations
@@ -40,6 +45,51 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Close the engine and end the process."""
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Decode engines: take connections of prefill engines that know `secret`.
+
+    `where` is what the transports of `bifolio.disagg` listen on: `shm`, or `tcp:HOST:PORT`.
+    """
+
+    where: str
+    secret: bytes
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """Prefill engines: there is a decode engine `name` at an address that Listening named."""
+
+    name: str
+    address: str
+    secret: bytes
+
+
+class Disconnect(msgspec.Struct, frozen=True, tag=True):
+    """Prefill engines: nothing goes to decode engine `name` any more."""
+
+    name: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Decode engines: take no further requests from anybody (or do again)."""
+
+    on: bool
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Listen: what to Connect to."""
+
+    address: str
+
+
+class PeerNews(msgspec.Struct, frozen=True, tag=True):
+    """A connection of this prefill engine is ready, or has ended; `refused`: for good."""
+
+    name: str
+    ready: bool
+    refused: bool = False
+    reason: str = ""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +144,31 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     retry_after: float = 0.0
 
 
+class HandoffStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counters of hand-offs that this engine sent or received, since the start.
+
+    `failed` counts by cause. `nbytes` are those of page records on the wire, failed attempts
+    included; `known_pages` were not sent, since the other side had them. `exposed_seconds` pass
+    between the end of a prompt and the admission of its request elsewhere, `span_seconds` between
+    the first page sent and that admission: one less their ratio is the share that was hidden.
+    `encode_seconds` went into checking, converting and digesting pages.
+    """
+
+    delivered: int = 0
+    failed: dict[str, int] = {}
+    open: int = 0
+    peers: int = 0
+    pages: int = 0
+    known_pages: int = 0
+    nbytes: int = 0
+    exposed_seconds: float = 0.0
+    span_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    held_pages: int = 0
+    reserved_pages: int = 0
+    pages_lost: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """The heartbeat: it passes through the loop that steps, so a hung step stops it.
 
@@ -120,6 +195,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     integrity_failures: int = 0
     seals_checked: int = 0
     seal_failures: int = 0
+    handoff: HandoffStats | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -129,5 +205,5 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FrontMessage = Start | Submit | Abort | Shutdown
-EngineMessage = Loading | Hello | Outputs | Refused | EngineStats | Fatal
+FrontMessage = Start | Submit | Abort | Shutdown | Listen | Connect | Disconnect | Drain
+EngineMessage = Loading | Hello | Outputs | Refused | EngineStats | Fatal | Listening | PeerNews

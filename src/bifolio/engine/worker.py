@@ -1,7 +1,8 @@
 """The engine process: takes messages, steps the engine, sends what came out.
 
     loop    take what arrived (sleep in poll when there is nothing to compute)
-            → admit, abort → heartbeat when due, and a look at the cache → one step → outputs
+            → admit, abort → heartbeat when due, and a look at the cache
+            → attend to peers, if there are any → one step → outputs
 
 The heartbeat is sent by this loop and by nothing else, so it stops when a step hangs. The process
 leaves SIGINT and SIGTERM to its parent and ends with it: the parent's death closes the channel,
@@ -31,10 +32,14 @@ from bifolio.engine import logs
 from bifolio.engine.channel import Channel
 from bifolio.engine.messages import (
     Abort,
+    Connect,
+    Disconnect,
+    Drain,
     EngineStats,
     Fatal,
     FrontMessage,
     Hello,
+    Listen,
     Loading,
     Outputs,
     RefusalKind,
@@ -43,6 +48,7 @@ from bifolio.engine.messages import (
     Start,
     Submit,
 )
+from bifolio.engine.peers import Peers
 from bifolio.errors import BifolioError, OverloadedError, RequestError
 from bifolio.request import Output, Request
 
@@ -81,6 +87,10 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release memory and threads."""
 
+    @property
+    def peers(self) -> Peers | None:
+        """Connections to other engines; None if it has no use for any."""
+
 
 Progress = Callable[[str, int, int], None]
 """Called while the engine is built: stage, units done, units in total."""
@@ -99,9 +109,12 @@ class Worker:
 
     def run(self) -> None:
         """Serve until a Shutdown message; EOFError when the front end has gone."""
-        engine, channel = self._engine, self._channel
+        engine, channel, peers = self._engine, self._channel, self._engine.peers
         while True:
             wait = 0.0 if engine.has_work else max(0.0, self._next_beat - time.monotonic())
+            if peers is not None:
+                wait = min(wait, peers.patience)
+                channel.watch(peers.files())
             for message in channel.receive(wait):
                 if isinstance(message, Shutdown):
                     return
@@ -110,6 +123,8 @@ class Worker:
                 channel.send(engine.stats())
                 engine.scrub()
                 self._next_beat = time.monotonic() + BEAT_SECONDS
+            for news in peers.attend() if peers is not None else ():
+                channel.send(news)
             if engine.has_work:
                 outputs = engine.step()
                 if outputs:
@@ -124,6 +139,8 @@ class Worker:
             case Abort(ids):
                 for request_id in ids:
                     self._engine.abort(request_id)
+            case Listen() | Connect() | Disconnect() | Drain() if self._engine.peers is not None:
+                self._engine.peers.take(message)
             case _:
                 raise AssertionError(f"unexpected message {message!r}")
 

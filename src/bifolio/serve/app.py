@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from bifolio import __version__
 from bifolio.config import ServerConfig
 from bifolio.engine.chat_template import ChatTemplate
-from bifolio.engine.client import AsyncEngine
+from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import BifolioError, EngineDeadError, RequestError
 from bifolio.serve.chat import chat
@@ -90,7 +90,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def create_app(
-    engine: AsyncEngine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     config: ServerConfig,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bifolio.engine.client import AsyncEngine
+from bifolio.engine.client import EngineClient
 from bifolio.engine.detokenizer import Detokenizer
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import RequestError
@@ -101,7 +101,7 @@ class Generation:
         self,
         *,
         request_id: str,
-        engine: AsyncEngine,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         metrics: Metrics,
         body: GenerationBody,

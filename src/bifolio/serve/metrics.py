@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bifolio.engine.client import AsyncEngine
+from bifolio.engine.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,7 +41,7 @@ _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1
 class Metrics:
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
         self.first_token = self._histogram(
@@ -87,7 +87,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the latest heartbeat when somebody asks."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

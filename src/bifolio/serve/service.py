@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from bifolio import __version__
 from bifolio.config import ServerConfig
 from bifolio.engine.chat_template import ChatTemplate
-from bifolio.engine.client import AsyncEngine
+from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError, RequestError
 from bifolio.serve.conversation import read_messages
@@ -37,7 +37,7 @@ class Service:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         config: ServerConfig,

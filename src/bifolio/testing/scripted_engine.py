@@ -141,6 +141,10 @@ class ScriptedEngine:
     def scrub(self) -> None:
         """Nothing is kept."""
 
+    @property
+    def peers(self) -> None:
+        return None
+
     def close(self) -> None:
         self._running.clear()
 
