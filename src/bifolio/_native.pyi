@@ -146,6 +146,7 @@ class Runtime:
         gain: int,
         bias: int,
         residual: int,
+        order: int,
         y: int,
         workspace: int,
         t: int,
@@ -215,6 +216,7 @@ class WeightLayout:
         codes: str,
         scales: str,
         offsets: bool,
+        zeros: bool,
         int8_activations: bool,
     ) -> None: ...
     @property

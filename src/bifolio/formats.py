@@ -74,8 +74,9 @@ class Scaling(StrEnum):
 class WeightFormat:
     """Storage of a weight matrix [n, k] (rows are output channels) and width of its activations.
 
-    `group` numbers along k share one 2-byte scale (0: no groups). `zero_points` adds a 2-byte
-    offset per group: a number is `scale * code + offset`. `int8_activations` means that the
+    `group` numbers along k share one 2-byte scale (0: no groups). `zero_points` adds two bytes per
+    group: a number is `scale * code + offset`, or in checkpoints that keep the code that means zero
+    `scale * (code - zero)`. `int8_activations` means that the
     product is taken with activations quantised to int8, per token and `activation_group` inputs.
     """
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packers import Coded, awq, code, gptq, packed
 from torch import Tensor
 
 from bifolio.formats import WeightFormat
@@ -27,27 +28,28 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def _packed(group: int) -> Layout:
-    """Codes -8 … 7 stored plus 8, number 8j + i of a row in bits 4i of word j."""
-
+def _coded(config: dict[str, Any], pack: Callable[[Coded], Written], **options: Any) -> Layout:
     def write(part: str, matrix: Tensor) -> tuple[Written, Tensor]:
-        n, k = matrix.shape
-        size = group or k
-        padded = torch.nn.functional.pad(matrix, (0, -k % size)).view(n, -1, size)
-        scales = (padded.abs().amax(dim=-1) / 7).to(torch.bfloat16)
-        codes = (padded / scales.float()[..., None]).round().clamp(-8, 7)
-        means = (codes * scales.float()[..., None]).view(n, -1)[:, :k]
-        words = torch.nn.functional.pad(codes.view(n, -1)[:, :k].long() + 8, (0, -k % 8))
-        packed = (words.view(n, -1, 8) << (4 * torch.arange(8))).sum(dim=-1)
-        packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-        return {
-            f"{part}.weight_packed": packed,
-            f"{part}.weight_scale": scales,
-            f"{part}.weight_shape": torch.tensor([n, k]),
-        }, means
+        coded = code(matrix, **options)
+        tensors = {f"{part}.{suffix}": tensor for suffix, tensor in pack(coded).items()}
+        return tensors, coded.means
 
+    return config, write
+
+
+def _packed(group: int, *, zeros: bool = False, **weights: Any) -> Layout:
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    return _compressed("pack-quantized", num_bits=4, type="int", **strategy), write
+    one_for_all = weights.get("strategy") == "tensor"
+    parts = {"num_bits": 4, "type": "int", "symmetric": not zeros} | strategy | weights
+    return _coded(
+        _compressed("pack-quantized", **parts),
+        lambda coded: packed(coded, zeros=zeros, one_for_all=one_for_all),
+        group=group,
+        symmetric=not zeros,
+        shuffled=weights.get("actorder") == "group",
+        one_for_all=one_for_all,
+        dtype=torch.bfloat16,
+    )
 
 
 def _encoded(config: dict[str, Any], fmt: str, scales: str) -> Layout:
@@ -74,11 +76,30 @@ BLOCK_FP8 = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 LAYOUTS: dict[str, Layout] = {
     "fp8 in blocks": _encoded(BLOCK_FP8, "fp8", "weight_scale_inv"),
     "int4 in groups of 32": _packed(32),
     "int4 in groups of 128": _packed(128),
     "int4 by channel": _packed(0),
+    "int4 by tensor": _packed(0, strategy="tensor"),
+    "int4 with zero points": _packed(32, zeros=True),
+    "int4 with zero points in groups of 64": _packed(64, zeros=True),
+    "int4 with zero points by channel": _packed(0, zeros=True),
+    "int4 in order of activations": _packed(32, zeros=True, actorder="group"),
+    "GPTQ": _coded(GPTQ, lambda coded: gptq(coded, 1), group=32),
+    "GPTQ version 2": _coded(
+        GPTQ | {"checkpoint_format": "gptq_v2"}, lambda coded: gptq(coded, 2), group=32
+    ),
+    "GPTQ symmetric, in order of activations": _coded(
+        GPTQ | {"desc_act": True, "sym": True},
+        lambda coded: gptq(coded, 1),
+        group=32,
+        symmetric=True,
+        shuffled=True,
+    ),
+    "AWQ": _coded(AWQ, awq, group=32),
     "int8 by channel": _encoded(
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
         "int8",
@@ -116,21 +137,47 @@ def quantised(weights: Written, layout: str, which: str) -> tuple[Written, Writt
     return {name: tensor.contiguous() for name, tensor in stored.items()}, means
 
 
-def fused(weights: Written, *, transposed: bool) -> Written:
-    """All experts of a layer in `gate_up_proj` and `down_proj` of three dimensions."""
-    found: dict[tuple[str, str], dict[int, Tensor]] = {}
+def fused(weights: Written, *, transposed: bool, joint: str = ".") -> Written:
+    """All experts of a layer in `gate_up_proj` and `down_proj` of three dimensions.
+
+    Codes and scales too, their names behind the parameter's by `joint`: `gate_up_proj.weight_scale`
+    or `gate_up_proj_scale`.
+    """
+    found: dict[tuple[str, str, str], dict[int, Tensor]] = {}
     others: Written = {}
     for name, tensor in weights.items():
-        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.(\w+)", name)
         if match:
-            found.setdefault((match[1], match[3]), {})[int(match[2])] = tensor
+            found.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = tensor
         else:
             others[name] = tensor
     stacked = {key: torch.stack([e[i] for i in range(len(e))]) for key, e in found.items()}
-    for at in {at for at, _ in stacked}:
-        gate_up = torch.cat((stacked[at, "gate"], stacked[at, "up"]), dim=1)
-        for part, tensor in (("gate_up", gate_up), ("down", stacked[at, "down"])):
-            others[f"{at}.{part}_proj"] = (
-                tensor.transpose(1, 2) if transposed else tensor
-            ).contiguous()
+    for (at, part, suffix), one in stacked.items():
+        if part == "up":
+            continue
+        tensor = one
+        if part == "gate":
+            up = stacked[at, "up", suffix]
+            if suffix == "weight_shape":
+                tensor = torch.stack((tensor[:, 0] + up[:, 0], up[:, 1]), dim=1)
+            else:
+                tensor = torch.cat((tensor, up), dim=1)
+        if suffix == "weight_shape":
+            sizes = [len(tensor), *tensor[0].tolist()]
+            tensor = torch.tensor([sizes[0], sizes[2], sizes[1]] if transposed else sizes)
+        elif transposed:
+            tensor = tensor.transpose(1, 2)
+        whole = f"{at}.{'gate_up' if part == 'gate' else part}_proj"
+        short = suffix if joint == "." else suffix.removeprefix("weight_")
+        named = whole if suffix == "weight" else f"{whole}{joint}{short}"
+        others[named] = tensor.contiguous()
     return others
+
+
+def by_projection(weights: Written) -> Written:
+    """Experts as `experts.gate_proj.3` where others say `experts.3.gate_proj`."""
+    swapped = r"\1.experts.\3.\2."
+    return {
+        re.sub(r"(.*)\.experts\.(\d+)\.(\w+_proj)\.", swapped, name): tensor
+        for name, tensor in weights.items()
+    }

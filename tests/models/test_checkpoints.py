@@ -93,6 +93,18 @@ def test_a_cut_file_is_refused(kept: float, sharded: Path) -> None:
         load(sharded)
 
 
+def test_a_name_twice_in_one_file_is_refused(sharded: Path) -> None:
+    data = (sharded / SECOND).read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + size])
+    name, entry = next((n, e) for n, e in entries.items() if n != "__metadata__")
+    header = json.dumps({name: entry})[:-1] + "," + json.dumps(entries)[1:]
+    padded = header.encode() + b" " * (-len(header) % 8)
+    (sharded / SECOND).write_bytes(len(padded).to_bytes(8, "little") + padded + data[8 + size :])
+    with pytest.raises(CheckpointError, match=rf"{SECOND}.*{name}' stands there twice"):
+        load(sharded)
+
+
 # What else can be wrong with files
 
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import BLOCK_FP8, LAYOUTS, fused, quantised
+from layouts import AWQ, BLOCK_FP8, GPTQ, LAYOUTS, by_projection, fused, quantised
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bifolio.errors import BifolioError, CheckpointError, UnsupportedError
-from bifolio.formats import PrecisionPlan
+from bifolio.formats import PrecisionPlan, WeightFormat
 from bifolio.kernels.reference import ReferenceOps
 from bifolio.models.loader import Model, load_models
 from bifolio.models.source import resolve_source
+from bifolio.quant import decode, encode
 from bifolio.testing.forward import PagedRun
 from bifolio.testing.tiny import random_weights, tiny_config, write_model, write_weights
 
@@ -28,6 +29,7 @@ CONFIG = tiny_config("deepseek_v3", hidden_size=160, moe_intermediate_size=144)
 WEIGHTS = random_weights(CONFIG)
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"mlp\.experts\."
+INT4, ZEROS, FP8 = "int4 in groups of 32", "int4 with zero points", "fp8 in blocks"
 EXPERT = "model.layers.2.mlp.experts.5.up_proj"
 
 
@@ -62,6 +64,10 @@ def test_a_quantised_layout_means_its_numbers(layout: str, which: str, tmp_path:
     [
         ("int4 in groups of 32", "int4:g32"),
         ("int4 by channel", "int4:g128"),
+        ("int4 with zero points", "int4:g32:z"),
+        ("GPTQ", "int4:g32:z"),
+        ("GPTQ symmetric, in order of activations", "int4:g32"),
+        ("AWQ", "int4:g32:z"),
         ("int8 by tensor", "int8"),
         ("fp8 by tensor", "fp8:channel"),
         ("fp8 by channel", "fp8:channel"),
@@ -93,6 +99,95 @@ def test_fused_experts_are_the_same_experts(transposed: bool, tmp_path: Path) ->
     plain = write(tmp_path / "plain", WEIGHTS)
     folder = write(tmp_path / "fused", fused(WEIGHTS, transposed=transposed))
     assert torch.equal(logits(load(folder)), logits(load(plain)))
+
+
+WIDE = CONFIG | {"moe_intermediate_size": 256}
+"""With sizes that fp8 blocks of both halves of gate and up fill."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "transposed", "joint"),
+    [
+        ("int4 in groups of 32", False, "."),
+        ("int4 in groups of 32", False, "_"),
+        ("int4 in groups of 32", True, "."),
+        ("int4 with zero points", False, "."),
+        ("int8 by channel", False, "_"),
+        ("int8 by channel", True, "."),
+        ("fp8 by channel", False, "."),
+        ("fp8 in blocks", False, "_"),
+        ("fp8 in blocks", True, "."),
+    ],
+)
+def test_fused_experts_that_are_quantised_are_the_same_experts(
+    layout: str, transposed: bool, joint: str, tmp_path: Path
+) -> None:
+    config = WIDE if layout == "fp8 in blocks" else CONFIG
+    stored, means = quantised(random_weights(config), layout, EXPERTS)
+    sizes = {"moe_intermediate_size": config["moe_intermediate_size"]}
+    folder = write(
+        tmp_path / "fused",
+        fused(stored, transposed=transposed, joint=joint),
+        quantization_config=LAYOUTS[layout][0],
+        **sizes,
+    )
+    assert torch.equal(logits(load(folder)), logits(load(write(tmp_path / "m", means, **sizes))))
+
+
+def test_fused_blocks_that_hold_rows_of_gate_and_up_mean_the_same(tmp_path: Path) -> None:
+    """Two times 144 rows are 2.25 blocks: the second one lies across the border."""
+    weights = fused(WEIGHTS, transposed=False)
+    stored: dict[str, Tensor] = {}
+    means = dict(weights)
+    for name, tensor in weights.items():
+        if "experts" not in name or tensor.dim() != 3:
+            stored[name] = tensor
+            continue
+        coded = [encode(expert, WeightFormat.parse("fp8")) for expert in tensor]
+        stored[name] = torch.stack([one.codes for one in coded])
+        stored[f"{name}_scale_inv"] = torch.stack([one.scales for one in coded])
+        means[name] = torch.stack([decode(one) for one in coded])
+    folder = write(tmp_path / "fused", stored, quantization_config=BLOCK_FP8)
+    assert torch.equal(logits(load(folder)), logits(load(write(tmp_path / "m", means))))
+
+
+def test_experts_by_projection_are_the_same_experts(tmp_path: Path) -> None:
+    stored, _ = quantised(WEIGHTS, "GPTQ", EXPERTS)
+    config = {"quantization_config": LAYOUTS["GPTQ"][0]}
+    plain = write(tmp_path / "plain", stored, **config)
+    folder = write(tmp_path / "by", by_projection(stored), **config)
+    assert torch.equal(logits(load(folder)), logits(load(plain)))
+    assert any(".experts.gate_proj.3.qweight" in name for name in by_projection(stored))
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        ["lm_head", "re:.*self_attn.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+        ["model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj", "lm_head"],
+        ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "no.such.matrix"],
+        [],
+    ],
+)
+def test_ignore_lists_in_fused_and_unfused_names_change_nothing(
+    ignored: list[str], tmp_path: Path
+) -> None:
+    """Which matrices are quantised, the files say."""
+    stored, means = quantised(WEIGHTS, INT4, EXPERTS)
+    config = LAYOUTS[INT4][0] | {"ignore": ignored}
+    folder = write(tmp_path / "stored", stored, quantization_config=config)
+    assert torch.equal(logits(load(folder)), logits(load(write(tmp_path / "means", means))))
+
+
+def test_biases_of_zeros_beside_gptq_matrices_change_nothing(tmp_path: Path) -> None:
+    stored, means = quantised(WEIGHTS, "GPTQ", EXPERTS)
+    config = {"quantization_config": LAYOUTS["GPTQ"][0]}
+    zeros = {f"{EXPERT}.bias": torch.zeros(144).half()}
+    folder = write(tmp_path / "stored", stored | zeros, **config)
+    assert torch.equal(logits(load(folder)), logits(load(write(tmp_path / "means", means))))
+    zeros[f"{EXPERT}.bias"][7] = 1
+    with pytest.raises(CheckpointError, match=rf"no use.*{EXPERT}\.bias"):
+        load(write(tmp_path / "bias", stored | zeros, **config))
 
 
 def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
@@ -145,7 +240,6 @@ def test_what_transformers_saves_is_read(family: str, dtype: torch.dtype, tmp_pa
 
 
 Broken = dict[str, Tensor | None]
-INT4, FP8 = "int4 in groups of 32", "fp8 in blocks"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +253,10 @@ INT4, FP8 = "int4 in groups of 32", "fp8 in blocks"
         (INT4, {"weight_shape": torch.tensor([144, 168])}, r"does not hold \[144, 168\]"),
         (INT4, {"weight": torch.ones(144, 160)}, r"one is too many"),
         (INT4, {"weight_zero_point": torch.ones(18, 5)}, r"no use.*weight_zero_point"),
+        (ZEROS, {"weight_zero_point": None}, r"weight_zero_point is missing"),
+        ("GPTQ", {"qzeros": None}, r"qzeros is missing"),
+        ("GPTQ", {"qweight": torch.ones(20, 136).int()}, r"qzeros? has shape|scales has shape"),
+        ("AWQ", {"qweight": torch.ones(160, 17).int()}, r"144 channels"),
         (INT4, {"weight_packed": torch.ones(144, 20)}, r"stored as F32, but.*I32"),
         (FP8, {"weight_scale_inv": None}, r"weight_scale_inv is missing"),
         (FP8, {"weight_scale_inv": torch.ones(1, 2)}, r"weight_scale_inv has shape \[1, 2\]"),
@@ -187,15 +285,21 @@ def edited(layout: str, **weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "cause"),
     [
-        ({"quant_method": "awq"}, "quant_method='awq'"),
-        ({"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'"),
+        (GPTQ | {"bits": 8}, "bits=8"),
+        (GPTQ | {"group_size": 1024}, "group_size=1024"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic"),
+        (AWQ | {"version": "gemv"}, "version='gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point"),
+        (AWQ | {"bits": 3}, "bits=3"),
         (BLOCK_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
         (BLOCK_FP8 | {"weight_block_size": None}, "weight_block_size"),
         (BLOCK_FP8 | {"activation_scheme": "static"}, "activation_scheme"),
-        (edited(INT4, symmetric=False), "symmetric"),
+        (edited("int8 by channel", symmetric=False), "symmetric"),
+        (edited("int8 by channel", actorder="group"), "actorder"),
         (edited(INT4, group_size=16), "group_size=16"),
         (edited(INT4, num_bits=8), "8 bits"),
-        (edited(INT4, actorder="group"), "actorder"),
         (LAYOUTS[INT4][0] | {"format": "marlin-24"}, "marlin-24"),
         (LAYOUTS[INT4][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         (LAYOUTS[INT4][0] | {"config_groups": {"a": {}, "b": {}}}, "config_groups"),

@@ -251,7 +251,14 @@ void pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, in
   for (int64_t i = args.layout.k; i < shape.k_padded; ++i) memory.f[i] = 0;
   const int64_t width = args.layout.k * (args.gated ? 2 : 1);
   for (int64_t r = 0; r < count; ++r) {
-    activate(args, args.x + (first + r) * width, memory.f);
+    const float* x = args.x + (first + r) * width;
+    if (args.order) {
+      auto* natural = reinterpret_cast<float*>(memory.row);
+      activate(args, x, natural);
+      for (int64_t i = 0; i < args.layout.k; ++i) memory.f[i] = natural[args.order[i]];
+    } else {
+      activate(args, x, memory.f);
+    }
     pack_row(args.layout, shape, memory,
              {.words = view.words + r,
               .sums = view.sums + r,

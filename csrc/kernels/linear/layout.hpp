@@ -15,7 +15,9 @@
 // its even bytes, 1 and 3 its odd ones, so 8-bit and 4-bit codes widen to bf16 pairs by shifts.
 // int8 codes that meet int8 activations are stored + 128, because that product takes unsigned
 // weights. A weight without groups has one group; fp8 blocks are groups of 128 whose scale, the
-// same for all channels of a panel, is stored 16 times.
+// same for all channels of a panel, is stored 16 times. Offsets are numbers to add, or with `zeros`
+// zero points: codes that mean zero, which one half of 16 bits holds exactly where the number to add,
+// -zero * scale, would need more.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +38,7 @@ struct WeightLayout {
   Codes codes;
   Scales scales;
   bool offsets;
+  bool zeros;  // offsets are zero points
   bool int8_activations;
 
   // Defined outside the class so that no kernel file keeps a copy (see parallel.hpp).

@@ -16,6 +16,7 @@ struct LinearArgs {
   const float* gain;      // [k]: RMSNorm before the product; nullptr: none
   const float* bias;      // [n] or nullptr
   const float* residual;  // [t, n] or nullptr
+  const int32_t* order;   // [k]: input j of the weight is number order[j] of f(x); nullptr: j
   float* y;               // [t, n]
   uint8_t* workspace;     // linear_workspace bytes, aligned to 64
   int64_t t;

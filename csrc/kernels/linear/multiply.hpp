@@ -62,7 +62,8 @@ struct NoScales {
 template <bool kWithOffsets>
 struct HalfScales {
   static constexpr bool kOffsets = kWithOffsets;
-  explicit HalfScales(const WeightLayout& layout) : bf16(layout.scales == Scales::bf16) {}
+  explicit HalfScales(const WeightLayout& layout)
+      : bf16(layout.scales == Scales::bf16), zeros(layout.zeros) {}
   void scales(const uint8_t* header, Lanes (&s)[kVectors]) const {
     for (int v = 0; v < kVectors; ++v) {
       const uint8_t* p = header + 2 * v * kLanes;
@@ -71,8 +72,12 @@ struct HalfScales {
   }
   void offsets(const uint8_t* header, Lanes (&s)[kVectors]) const {
     scales(header + 2 * kPanel, s);
+    if (!zeros) return;
+    Lanes scale[kVectors];
+    scales(header, scale);
+    for (int v = 0; v < kVectors; ++v) s[v] = -(s[v] * scale[v]);
   }
-  bool bf16;
+  bool bf16, zeros;
 };
 
 struct FullScales {

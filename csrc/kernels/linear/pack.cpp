@@ -159,7 +159,8 @@ void read_row(const EmbeddingArgs& a, int64_t channel, float* y) {
   const uint8_t* p = a.packed + channel / kPanel * layout.panel_bytes();
   for (int64_t group = 0; group < layout.groups(); ++group) {
     const float scale = read_scale(layout, p, c);
-    const float offset = layout.offsets ? read_scale(layout, p + layout.scale_bytes(), c) : 0.0F;
+    float offset = layout.offsets ? read_scale(layout, p + layout.scale_bytes(), c) : 0.0F;
+    if (layout.zeros) offset = -(offset * scale);
     p += layout.header_bytes();
     for (int64_t q = 0; q < quads; ++q, p += line_bytes) {
       const int64_t input = (group * quads + q) * kQuad;

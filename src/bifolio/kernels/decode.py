@@ -13,13 +13,29 @@ _INT4_ZERO = 8
 
 
 def decode(weight: QuantTensor) -> Tensor:
-    """The matrix of a QuantTensor: float32 [n, k], each value exact to one float32 rounding."""
+    """The matrix of a QuantTensor, columns in the order of the inputs: float32 [n, k].
+
+    Each value is exact to one float32 rounding; with zero points or without offsets it is exact.
+    """
+    values = _in_own_order(weight)
+    if weight.order_k is None:
+        return values
+    natural = torch.empty_like(values)
+    natural[:, weight.order_k.long()] = values
+    return natural
+
+
+def _in_own_order(weight: QuantTensor) -> Tensor:
     values = _codes(weight)
     if weight.scales is None:
         return values
-    if weight.offsets is not None:
-        return values * _spread(weight, weight.scales) + _spread(weight, weight.offsets)
-    return values * _spread(weight, weight.scales)
+    scales = _spread(weight, weight.scales)
+    if weight.offsets is None:
+        return values * scales
+    offsets = _spread(weight, weight.offsets)
+    if weight.offsets.dtype is torch.uint8:
+        return (values - offsets) * scales
+    return values * scales + offsets
 
 
 def unpack_int4(codes: Tensor, k: int) -> Tensor:

@@ -57,6 +57,7 @@ class NativeGroupedOps:
                 gain=gain,
                 bias=0 if one.bias_n is None else one.bias_n.data_ptr(),
                 residual=0,
+                order=0 if one.order_k is None else one.order_k.data_ptr(),
                 y=y + start * y_row,
                 workspace=workspace,
                 t=end - start,

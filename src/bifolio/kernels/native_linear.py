@@ -31,10 +31,12 @@ class NativeWeight:
     layout: _native.WeightLayout
     packed: Tensor
     bias_n: Tensor | None
+    order_k: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + (0 if self.bias_n is None else self.bias_n.nbytes)
+        beside = (part.nbytes for part in (self.bias_n, self.order_k) if part is not None)
+        return self.packed.nbytes + sum(beside)
 
 
 class LinearOps:
@@ -50,7 +52,7 @@ class LinearOps:
         packed = torch.from_numpy(self._region.take(layout.packed_bytes))
         codes, scales, offsets = (
             None if part is None else part.contiguous()
-            for part in (weight.codes, _spread_tensor_scale(weight), weight.offsets)
+            for part in (weight.codes, _spread_tensor_scale(weight), _half_offsets(weight))
         )
         assert codes is not None
         self._runtime.pack(
@@ -62,10 +64,12 @@ class LinearOps:
             packed=packed.data_ptr(),
         )
         bias = None if bias_n is None else bias_n.to(torch.float32).contiguous()
-        return NativeWeight(weight.format, weight.n, weight.k, layout, packed, bias)
+        order = None if weight.order_k is None else weight.order_k.contiguous()
+        return NativeWeight(weight.format, weight.n, weight.k, layout, packed, bias, order)
 
     def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
         own = _own(table)
+        assert own.order_k is None, "rows of a table in another order of columns"
         y = self._arena.take(ids_t.shape[0], own.k)
         self._runtime.embedding(
             layout=own.layout,
@@ -101,6 +105,7 @@ class LinearOps:
             gain=0 if norm is None else norm.gain_h.data_ptr(),
             bias=_address(own.bias_n),
             residual=_address(residual_tn),
+            order=_address(own.order_k),
             y=y.data_ptr(),
             workspace=workspace.data_ptr(),
             t=t,
@@ -143,8 +148,17 @@ def _layout(weight: QuantTensor) -> _native.WeightLayout:
         codes=str(fmt.number),
         scales=scales,
         offsets=fmt.zero_points,
+        zeros=weight.offsets is not None and weight.offsets.dtype is torch.uint8,
         int8_activations=fmt.int8_activations,
     )
+
+
+def _half_offsets(weight: QuantTensor) -> Tensor | None:
+    """Offsets in the two bytes that the packer reads; zero points are exact in any half."""
+    if weight.offsets is None or weight.offsets.dtype is not torch.uint8:
+        return weight.offsets
+    assert weight.scales is not None
+    return weight.offsets.to(weight.scales.dtype)
 
 
 def _spread_tensor_scale(weight: QuantTensor) -> Tensor | None:

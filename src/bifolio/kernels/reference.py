@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ _LEAST_ABSMAX = 2.0**-120
 
 @dataclass(frozen=True, slots=True)
 class ReferenceWeight:
-    """A weight decoded to float32 [n, k], with its bias [n]."""
+    """A weight decoded to float32 [n, k], columns in their own order, with its bias [n]."""
 
     format: WeightFormat
     n: int
     k: int
     matrix_nk: Tensor
     bias_n: Tensor | None
+    order_k: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -43,10 +44,14 @@ class ReferenceOps(GroupedOps, LatentOps):
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> ReferenceWeight:
         bias = None if bias_n is None else bias_n.to(torch.float32)
-        return ReferenceWeight(weight.format, weight.n, weight.k, decode(weight), bias)
+        order = None if weight.order_k is None else weight.order_k.long()
+        matrix = decode(replace(weight, order_k=None))
+        return ReferenceWeight(weight.format, weight.n, weight.k, matrix, bias, order)
 
     def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
-        return _own(table).matrix_nk[ids_t.long()]
+        own = _own(table)
+        assert own.order_k is None, "rows of a table in another order of columns"
+        return own.matrix_nk[ids_t.long()]
 
     def linear(
         self,
@@ -63,6 +68,8 @@ class ReferenceOps(GroupedOps, LatentOps):
         if gated:
             gate, up = x_tk.chunk(2, dim=-1)
             x_tk = torch.nn.functional.silu(gate) * up
+        if own.order_k is not None:
+            x_tk = x_tk[:, own.order_k]
         y_tn = round_activations(x_tk, own.format) @ own.matrix_nk.T
         if own.bias_n is not None:
             y_tn = y_tn + own.bias_n

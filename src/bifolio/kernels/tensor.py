@@ -19,13 +19,20 @@ class QuantTensor:
     fp8      float8_e4m3fn [n, k]                    code * scale
     int8     int8 [n, k]                             code * scale
     int4     uint8 [n, ceil(k / 2)], low nibble      (code - 8) * scale, or with zero points
-             is the even k                           code * scale + offset
+             is the even k                           code * scale + offset, offsets being halves,
+                                                     or (code - offset) * scale, being uint8
 
     scaling  scales
     tensor   float32 [1]
     channel  float32 [n] (fp8), float16 or bfloat16 [n] (int8)
     block    float32 [ceil(n / 128), ceil(k / 128)]
-    group    float16 or bfloat16 [n, ceil(k / group)]; offsets likewise
+    group    float16 or bfloat16 [n, ceil(k / group)]; offsets likewise, or uint8
+
+    Two kinds of offsets, because files have both and neither holds the other exactly: what a
+    zero point stands for, -zero * scale, needs more bits than a half has.
+
+    Columns may stand in another order than the inputs, so that those that share a scale lie
+    together: column j then meets input `order_k[j]`, int32 [k].
     """
 
     format: WeightFormat
@@ -34,3 +41,4 @@ class QuantTensor:
     codes: Tensor
     scales: Tensor | None = None
     offsets: Tensor | None = None
+    order_k: Tensor | None = None

@@ -34,6 +34,10 @@ class Checkpoint(Protocol):
         """A tensor [n] as float32."""
         ...
 
+    def means_nothing(self, name: str) -> bool:
+        """Whether a tensor may be left over, since a model with it computes the same."""
+        ...
+
 
 class RawTensors(Protocol):
     """The bytes of a checkpoint's tensors, whatever they mean."""
@@ -80,6 +84,7 @@ def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:
             )
     known = set(wanted) | model.unserved | (set(dict(model.head.shapes())) if model.tied else set())
     left = [n for n in found if n not in known and not n.endswith(model.skipped)]
+    left = [name for name in left if not checkpoint.means_nothing(name)]
     if left:
         raise CheckpointError(f"tensors of the checkpoint have no use in this model: {_some(left)}")
 

@@ -69,6 +69,9 @@ class GGUFCheckpoint:
         rows = self._rows(name, values.shape[0])
         return values if rows is None else values[rows]
 
+    def means_nothing(self, name: str) -> bool:  # noqa: ARG002
+        return False
+
     def raw(self, name: str) -> Tensor:
         return torch.frombuffer(self._file.raw(self._stored[name]), dtype=torch.uint8)
 

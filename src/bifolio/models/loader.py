@@ -21,7 +21,7 @@ from bifolio.models.reader import Progress, WeightReader
 from bifolio.models.shards import SafetensorsFolder
 from bifolio.models.source import ModelSource
 from bifolio.models.stored import StoredWeights
-from bifolio.models.views import plain_view
+from bifolio.models.views import GateAndUp, plain_view
 from bifolio.spec import ModelSpec
 
 
@@ -102,7 +102,7 @@ def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors]:
         return checkpoint, checkpoint
     form = read_quantization(source.config)
     files = SafetensorsFolder(source.path)
-    return StoredWeights(plain_view(files, source.spec), form), files
+    return GateAndUp(StoredWeights(plain_view(files, source.spec), form)), files
 
 
 def _weights_only(side: PhasePlan) -> PhasePlan:

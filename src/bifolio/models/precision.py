@@ -30,17 +30,16 @@ def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:
 def stack(parts: list[QuantTensor]) -> QuantTensor:
     """Matrices of equal k, one below the other, losslessly.
 
-    What does not stack as it is meets in fp32: unequal formats, and blocks of fp8 that a border
-    between two matrices would cut.
+    What does not stack as it is meets in fp32: unequal formats or orders of columns, and blocks of
+    fp8 that a border between two matrices would cut.
     """
     if len(parts) == 1:
         return parts[0]
     if {part.format.scaling for part in parts} == {Scaling.TENSOR}:
         parts = [_by_channel(part) for part in parts]
     ragged = any(part.n % FP8_BLOCK for part in parts[:-1])
-    if len({part.format for part in parts}) > 1 or (
-        parts[0].format.scaling is Scaling.BLOCK and ragged
-    ):
+    blocks = parts[0].format.scaling is Scaling.BLOCK
+    if any(not _alike(part, parts[0]) for part in parts) or (blocks and ragged):
         parts = [convert(part, FP32) for part in parts]
     first = parts[0]
 
@@ -57,7 +56,47 @@ def stack(parts: list[QuantTensor]) -> QuantTensor:
         codes=codes,
         scales=rows([part.scales for part in parts]),
         offsets=rows([part.offsets for part in parts]),
+        order_k=first.order_k,
     )
+
+
+def take_rows(weight: QuantTensor, rows: slice) -> QuantTensor:
+    """Some rows of a matrix, losslessly; in fp32 where they begin or end within a block of fp8."""
+    start, stop, _ = rows.indices(weight.n)
+    scales, offsets = weight.scales, weight.offsets
+    match weight.format.scaling:
+        case Scaling.BLOCK:
+            if start % FP8_BLOCK or (stop % FP8_BLOCK and stop != weight.n):
+                return take_rows(convert(weight, FP32), rows)
+            assert scales is not None
+            scales = scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
+        case Scaling.CHANNEL | Scaling.GROUP:
+            assert scales is not None
+            scales = scales[start:stop]
+        case _:
+            pass
+    return replace(
+        weight,
+        n=stop - start,
+        codes=weight.codes[start:stop],
+        scales=scales,
+        offsets=None if offsets is None else offsets[start:stop],
+    )
+
+
+def _alike(one: QuantTensor, other: QuantTensor) -> bool:
+    """Whether rows of both may stand in one matrix as they are."""
+    if (one.order_k is None) != (other.order_k is None):
+        return False
+    if one.order_k is not None and other.order_k is not None:
+        same_order = torch.equal(one.order_k, other.order_k)
+    else:
+        same_order = True
+    return same_order and one.format == other.format and _types(one) == _types(other)
+
+
+def _types(weight: QuantTensor) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if t is None else t.dtype for t in (weight.scales, weight.offsets))
 
 
 def _by_channel(part: QuantTensor) -> QuantTensor:
