@@ -12,7 +12,7 @@ from bifolio import __version__
 from bifolio.cli.chat import chat
 from bifolio.cli.console import ERROR_PREFIX
 from bifolio.cli.doctor import doctor
-from bifolio.cli.eval import evaluate
+from bifolio.cli.eval import app as eval_app
 from bifolio.cli.plan import plan
 from bifolio.cli.serve import serve
 from bifolio.errors import BifolioError
@@ -74,7 +74,7 @@ def _root(
 app.command()(serve)
 app.command()(chat)
 app.command()(plan)
-app.command(name="eval")(evaluate)
+app.add_typer(eval_app)
 app.command()(doctor)
 
 

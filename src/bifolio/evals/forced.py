@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bifolio.config import EngineConfig
 from bifolio.core.step import PageStamp, RowResult, Step, StepRow
 from bifolio.engine.engine import Engine
 from bifolio.errors import IntegrityError
-from bifolio.formats import PrecisionPlan
 from bifolio.request import SamplingParams
 from bifolio.runtime.batch import Segment
 from bifolio.runtime.sampler import Sampler
 
 _SAMPLING = SamplingParams(temperature=0.0)
+_CONTEXT_CHUNK = 512
 
 
 class _Keeper(Sampler):
@@ -31,56 +31,115 @@ class _Keeper(Sampler):
         return [RowResult() for _ in segments]
 
 
-class ForcedText:
-    """Scores texts on an engine that serves nobody else; its scheduler is not used.
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """Of one continuation: its log probability in nats, its tokens, whether greedy would say it."""
 
-    `chunk` tokens are computed per step. The phase of a position decides the weights, as when
-    serving, so a plan of two phases is measured as it would be used.
+    logprob: float
+    tokens: int
+    greedy: bool
+
+
+class ForcedText:
+    """Scores texts on an engine that runs nothing else meanwhile; its scheduler is not used.
+
+    `chunk` tokens whose logits are wanted are computed per step. The phase of a position decides
+    the weights, as when serving, so a plan of two phases is measured as it would be used. The
+    engine has no prefix cache, so its pages are free whenever it has no work.
     """
 
     def __init__(self, engine: Engine, chunk: int = 64) -> None:
         self._engine = engine
         self._chunk = chunk
         self._keeper = _Keeper(engine)
-        engine.runner.sampler = self._keeper
         self._tag = 1
+        self._stamps: list[PageStamp] = []
 
     def logits(self, context: Sequence[int], continuation: Sequence[int]) -> Iterator[Tensor]:
         """Chunks of float32 [c, vocab] that predict the tokens of `continuation`, in order."""
-        tokens = [*context, *continuation]
-        page_ids = list(range(self._engine.pool.spec.pages_for(len(tokens))))
+        page_ids = self._open(len(context) + len(continuation))
+        yield self._read_context(context, page_ids)
+        yield from self._continue(context, continuation, page_ids)
+
+    def likelihoods(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[Likelihood]:
+        """Score several continuations of one context, which is read once.
+
+        An empty continuation has the log probability 0.
+        """
+        longest = max(map(len, continuations))
+        page_ids = self._open(len(context) + longest)
+        first = self._read_context(context, page_ids)
+        found = []
+        for continuation in continuations:
+            rows = torch.cat([first, *self._continue(context, continuation, page_ids)])
+            rows = rows[: len(continuation)]
+            ids = torch.tensor(continuation)
+            logprobs = torch.log_softmax(rows.double(), dim=-1).gather(1, ids[:, None])
+            greedy = bool((rows.argmax(dim=-1) == ids).all())
+            found.append(Likelihood(float(logprobs.sum()), len(continuation), greedy))
+        return found
+
+    def _open(self, tokens: int) -> list[int]:
+        """Pages for a text, under a tag of their own."""
+        page_ids = list(range(self._engine.pool.spec.pages_for(tokens)))
         if len(page_ids) > self._engine.pool.pages:
-            raise ValueError(f"{len(tokens)} tokens do not fit into the cache of this engine")
+            raise ValueError(f"{tokens} tokens do not fit into the cache of this engine")
         self._tag += 1
-        stamps = [PageStamp(page, self._tag, 1) for page in page_ids]
-        first = len(context) - 1  # the last token of the context predicts the first to be scored
-        for start in range(0, len(tokens) - 1, self._chunk):
-            end = min(start + self._chunk, len(tokens) - 1)
-            row = StepRow(
-                request_id="forced",
-                generation=0,
-                start=start,
-                token_ids=tokens[start:end],
-                prompt_len=len(context),
-                page_ids=page_ids,
-                tags=[self._tag] * len(page_ids),
-                logits_from=min(max(first, start), end),
-                sample=False,
-                sampling=_SAMPLING,
-                prompt_ids=list(context),
-                output_ids=[],
-            )
-            results = self._engine.runner.execute(Step([row], stamps if start == 0 else []))
-            if results[0].fault is not None:
-                raise IntegrityError(f"page check failed while scoring: {results[0].fault}")
-            kept = torch.cat(self._keeper.kept)
-            self._keeper.kept.clear()
-            if kept.shape[0]:
-                yield kept
+        self._stamps = [PageStamp(page, self._tag, 1) for page in page_ids]
+        return page_ids
 
+    def _read_context(self, context: Sequence[int], page_ids: list[int]) -> Tensor:
+        """Run the context; its last token's logits [1, vocab] predict the first to be scored."""
+        logits = []
+        for start in range(0, len(context), _CONTEXT_CHUNK):
+            end = min(start + _CONTEXT_CHUNK, len(context))
+            wanted = len(context) - 1 if end == len(context) else end
+            logits.append(self._run(context, context[start:end], start, wanted, page_ids))
+        return torch.cat(logits)
 
-def scorer(model: str, plan: str, tokens: int) -> ForcedText:
-    """An engine of its own for a plan, with room for texts of `tokens` tokens."""
-    parsed = PrecisionPlan.parse(plan)
-    config = EngineConfig(model=model, plan=parsed, max_model_len=tokens, cache_memory=2**28)
-    return ForcedText(Engine(config))
+    def _continue(
+        self, context: Sequence[int], continuation: Sequence[int], page_ids: list[int]
+    ) -> Iterator[Tensor]:
+        """Run all tokens of the continuation but the last, which predicts nothing wanted."""
+        for start in range(0, len(continuation) - 1, self._chunk):
+            end = min(start + self._chunk, len(continuation) - 1)
+            place = len(context) + start
+            yield self._run(context, continuation[start:end], place, place, page_ids)
+
+    def _run(
+        self,
+        context: Sequence[int],
+        tokens: Sequence[int],
+        start: int,
+        wanted: int,
+        page_ids: list[int],
+    ) -> Tensor:
+        """One step over `tokens` at `start`: logits of the positions from `wanted` on."""
+        row = StepRow(
+            request_id="forced",
+            generation=0,
+            start=start,
+            token_ids=list(tokens),
+            prompt_len=len(context),
+            page_ids=page_ids,
+            tags=[self._tag] * len(page_ids),
+            logits_from=wanted,
+            sample=False,
+            sampling=_SAMPLING,
+            prompt_ids=list(context),
+            output_ids=[],
+        )
+        runner, stamps = self._engine.runner, self._stamps
+        self._stamps = []
+        usual, runner.sampler = runner.sampler, self._keeper
+        try:
+            results = runner.execute(Step([row], stamps))
+        finally:
+            runner.sampler = usual
+        if results[0].fault is not None:
+            raise IntegrityError(f"page check failed while scoring: {results[0].fault}")
+        kept = torch.cat(self._keeper.kept)
+        self._keeper.kept.clear()
+        return kept

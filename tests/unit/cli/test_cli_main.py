@@ -64,8 +64,11 @@ DOCUMENTS = {f"{name} --help": command.help for name, command in COMMANDS.items(
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_example_is_a_command_that_can_be_parsed(document: str) -> None:
     for name, *arguments in examples(DOCUMENTS[document]):
+        command = COMMANDS[name]
+        if arguments and arguments[0] in getattr(command, "commands", {}):
+            command = command.commands[arguments.pop(0)]
         try:
-            COMMANDS[name].make_context(name, arguments)
+            command.make_context(name, arguments)
         except Exception as error:
             raise AssertionError(f"bifolio {name} {shlex.join(arguments)}: {error}") from error
 

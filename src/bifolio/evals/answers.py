@@ -1,0 +1,152 @@
+"""Asks a subject every item of a task and keeps all that a comparison needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bifolio.errors import ConfigError
+from bifolio.evals.forced import ForcedText
+from bifolio.evals.items import Item, Task
+from bifolio.evals.subject import Generated, Subject, Texts, digest_ids
+
+Progress = Callable[[str], None]
+"""Called with the name of each task before it is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A task whose prompts are token ids. `left_out` items are too long for the model."""
+
+    task: Task
+    items: tuple[Item, ...]
+    prompt_ids: tuple[tuple[int, ...], ...]
+    left_out: int
+    chat: bool
+
+    @property
+    def digest(self) -> str:
+        """Of all prompts: two sides are compared only where it is the same."""
+        return digest_ids(self.prompt_ids)
+
+    @property
+    def tokens(self) -> int:
+        """Room for the longest request."""
+        pairs = zip(self.items, self.prompt_ids, strict=True)
+        return max((len(ids) + _room(self.task, item) for item, ids in pairs), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one side said to one item.
+
+    `logprob` is that of the expected text in nats, and `greedy` whether it is what this side would
+    say; None where the task does not ask for it. `scores` are nats per byte of each choice.
+    """
+
+    text: str
+    extracted: str | None
+    correct: bool
+    ended: str
+    tokens: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    logprob: float | None = None
+    greedy: bool | None = None
+    scores: tuple[float, ...] = ()
+
+
+def prompted(task: Task, texts: Texts, longest: int, chat: bool) -> Prompted:
+    """Turn prompts into ids, and leave out the items that need more than `longest` tokens."""
+    pairs = [(item, tuple(texts.prompt_ids(item.prompt, chat))) for item in task.items]
+    kept = [(item, ids) for item, ids in pairs if len(ids) + _room(task, item) <= longest]
+    return Prompted(
+        task=task,
+        items=tuple(item for item, _ in kept),
+        prompt_ids=tuple(ids for _, ids in kept),
+        left_out=len(pairs) - len(kept),
+        chat=chat,
+    )
+
+
+def ask(one: Prompted, subject: Subject, texts: Texts) -> list[Answer]:
+    """All answers of one side, in the order of the items."""
+    places = [i for i, item in enumerate(one.items) if not item.choices]
+    generated = subject.generate(
+        [one.prompt_ids[i] for i in places], one.task.max_tokens, one.task.stop
+    )
+    said = dict(zip(places, generated, strict=True))
+    forced = subject.forced()
+    answers = []
+    for i, (item, ids) in enumerate(zip(one.items, one.prompt_ids, strict=True)):
+        if item.choices:
+            answers.append(_choose(one, item, ids, forced, texts))
+        else:
+            answers.append(_judge(one, item, ids, said[i], forced, texts))
+    return answers
+
+
+def _judge(
+    one: Prompted,
+    item: Item,
+    ids: tuple[int, ...],
+    generated: Generated,
+    forced: ForcedText,
+    texts: Texts,
+) -> Answer:
+    judgement = one.task.judge(item, generated.text)
+    logprob = greedy = None
+    if one.task.scored:
+        (found,) = forced.likelihoods(ids, _continuations(one, item, ids, [item.expected], texts))
+        logprob, greedy = found.logprob, found.greedy
+    return Answer(
+        text=generated.text,
+        extracted=judgement.extracted,
+        correct=judgement.correct,
+        ended=generated.ended,
+        tokens=tuple(generated.tokens),
+        cached_tokens=generated.cached_tokens,
+        logprob=logprob,
+        greedy=greedy,
+    )
+
+
+def _choose(
+    one: Prompted, item: Item, ids: tuple[int, ...], forced: ForcedText, texts: Texts
+) -> Answer:
+    """The choice with the highest log probability per byte."""
+    found = forced.likelihoods(ids, _continuations(one, item, ids, item.choices, texts))
+    scores = tuple(
+        one_found.logprob / max(1, len(choice.encode()))
+        for one_found, choice in zip(found, item.choices, strict=True)
+    )
+    if len(set(scores)) == 1:
+        raise ConfigError(
+            f"{item.id}: all choices score {scores[0]}, so nothing was measured; their token ids "
+            "are the same, or the engine returns no prompt log probabilities"
+        )
+    best = max(range(len(scores)), key=scores.__getitem__)
+    judgement = one.task.judge(item, item.choices[best])
+    return Answer(
+        text=item.choices[best],
+        extracted=judgement.extracted,
+        correct=judgement.correct,
+        ended="choice",
+        logprob=found[item.choices.index(item.expected)].logprob,
+        scores=scores,
+    )
+
+
+def _continuations(
+    one: Prompted, item: Item, ids: tuple[int, ...], answers: Iterable[str], texts: Texts
+) -> list[list[int]]:
+    """Ids of answers behind the prompt: a space before them, unless a template ends the prompt."""
+    if one.chat:
+        return [texts.side.tokenizer.encode(answer) for answer in answers]
+    gap = "" if item.prompt.endswith((" ", "\n")) else " "
+    return [texts.continuation_ids(ids, item.prompt, gap + answer) for answer in answers]
+
+
+def _room(task: Task, item: Item) -> int:
+    """Tokens for any answer, at most one to a byte."""
+    scored = (*item.choices, item.expected) if item.choices or task.scored else ()
+    return max(task.max_tokens, *(len(text.encode()) + 1 for text in scored), 1)

@@ -1,0 +1,85 @@
+"""A whole evaluation of tasks: the reference answers once, then each candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bifolio.errors import ConfigError
+from bifolio.evals.answers import Answer, Progress, Prompted, ask, prompted
+from bifolio.evals.compare import Comparison, compare
+from bifolio.evals.items import Task
+from bifolio.evals.results import side
+from bifolio.evals.subject import Setup, Subject, Texts
+
+BuildSubject = Callable[[Setup, Texts, int], Subject]
+"""How a subject is made; faults are injected here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One candidate beside the reference, task by task."""
+
+    reference: dict[str, Any]
+    candidate: dict[str, Any]
+    prompts: list[Prompted]
+    answers: list[tuple[list[Answer], list[Answer]]]
+    comparisons: list[Comparison]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRun:
+    """What to ask, and how to compare: `margin` of equivalence, `seed` of the bootstrap."""
+
+    tasks: Sequence[Task]
+    margin: float
+    seed: int = 0
+    chat: bool = False
+
+    def compare(
+        self,
+        reference: Setup,
+        candidates: Sequence[Setup],
+        texts: Texts,
+        progress: Progress = lambda _: None,
+        build: tuple[BuildSubject, BuildSubject] = (Subject, Subject),
+    ) -> Iterator[Compared]:
+        """One result for each candidate, as soon as it is there. Engines live one at a time."""
+        longest = texts.source.spec.max_position
+        prompts = [prompted(task, texts, longest, self.chat) for task in self.tasks]
+        for one in prompts:
+            if not one.items:
+                raise ConfigError(
+                    f"every item of {one.task.name} is longer than the {longest} positions that "
+                    "the model knows; leave this task out"
+                )
+        base_side, base = self._answers(reference, texts, prompts, progress, build[0])
+        for candidate in candidates:
+            other_side, other = self._answers(candidate, texts, prompts, progress, build[1])
+            pairs = list(zip(base, other, strict=True))
+            yield Compared(
+                reference=base_side,
+                candidate=other_side,
+                prompts=prompts,
+                answers=pairs,
+                comparisons=[
+                    compare((one, one), pair, self.margin, self.seed)
+                    for one, pair in zip(prompts, pairs, strict=True)
+                ],
+            )
+
+    def _answers(
+        self,
+        setup: Setup,
+        texts: Texts,
+        prompts: list[Prompted],
+        progress: Progress,
+        build: BuildSubject,
+    ) -> tuple[dict[str, Any], list[list[Answer]]]:
+        subject = build(setup, texts, max(one.tokens for one in prompts))
+        found = []
+        for one in prompts:
+            progress(f"{setup.plan}: {one.task.name}")
+            found.append(ask(one, subject, texts))
+        return side(subject), found

@@ -1,0 +1,1 @@
+"""Small sets that were written for this project, and thin readers for larger ones."""
