@@ -96,6 +96,8 @@ class Delivered:
     """Sent."""
     known: int
     """Not sent, since the decode side had them."""
+    hidden: int
+    """Sent before the prompt was computed to its end."""
     nbytes: int
     """Of the records sent, with those of failed attempts."""
     seconds: float
@@ -147,6 +149,8 @@ class _Outgoing:
     finished: bool = False
     moved: float = 0.0
     """When the peer last brought this on, or was rightly busy."""
+    hidden: int = 0
+    """Pages that were sent before the prompt was computed to its end."""
     pages_sent: int = 0
     nbytes: int = 0
 
@@ -225,9 +229,14 @@ class PrefillSide:
         """The prompt is computed to its end and the first token sampled."""
         out = self._outgoing.get(request_id)
         if out is not None:
+            out.hidden = len(out.sent)
             self.computed(request_id, out.length)
             out.result = result
             out.ended = self.link.clock()
+
+    def owns(self, request_id: str) -> bool:
+        """Whether an event about this request is still to come."""
+        return request_id in self._outgoing
 
     def abort(self, request_id: str, cause: Cause = Cause.CANCELLED) -> None:
         """Forget a request, at once on both sides; no event follows. Unknown ids are ignored."""
@@ -314,6 +323,7 @@ class PrefillSide:
                 request_id=out.request.id,
                 pages=len(out.sent),
                 known=out.known,
+                hidden=out.hidden,
                 nbytes=out.nbytes,
                 seconds=self.link.clock() - out.ended,
             )
