@@ -25,7 +25,7 @@ from bifolio.disagg.handshake import Agreement, agree
 from bifolio.disagg.messages import Beat, Bye, Hello, Message, Ready, Refuse, Role
 from bifolio.disagg.policy import Timing
 from bifolio.disagg.transport import MAX_MESSAGE_BYTES, Records, Transport
-from bifolio.errors import PairError
+from bifolio.errors import ConfigError, PairError
 
 _MAC_BYTES = 16
 _NUMBER_BYTES = 8
@@ -195,10 +195,7 @@ class Link:
                 if message.codec != self.agreement.name:
                     self._refuse(f"the peer worked out {message.codec}, not {self.agreement.name}")
                     return True
-                self.state = LinkState.READY
-                if not self._decodes:
-                    spec, slots = self.agreement.target, self.agreement.slots
-                    self.records = self._transport.open(slots, spec.page_bytes)
+                self._get_ready(self.agreement)
             case Refuse():
                 self.refused = True
                 self.close(message.reason, tell=False)
@@ -222,6 +219,15 @@ class Link:
             self._refuse(str(error))
             return
         self._post(Ready(self.agreement.name))
+
+    def _get_ready(self, agreement: Agreement) -> None:
+        if not self._decodes:
+            try:
+                self.records = self._transport.open(agreement.slots, agreement.target.page_bytes)
+            except (ConfigError, OSError) as error:
+                self.close(f"no staging area: {error}")
+                return
+        self.state = LinkState.READY
 
     def _refuse(self, reason: str) -> None:
         self.refused = True
