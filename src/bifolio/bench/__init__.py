@@ -1,1 +1,1 @@
-"""Speed measured against ceilings and peers, in one run on one machine."""
+"""Speed and cost measured: of engines in process and of servers, against ceilings and each other."""

@@ -28,11 +28,15 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a started server listens, and the key that only its starter knows."""
+    """Where a started server listens, and the key that only its starter knows.
+
+    `ready` is what it said of itself when it was ready: the fields of a `Summary`.
+    """
 
     url: str
     model: str
     api_key: str
+    ready: Event
 
 
 def ignore(event: Event) -> None:
@@ -68,7 +72,7 @@ def serving(
     try:
         ready = _wait_until_ready(child, on_event)
         drain.start()
-        yield Server(str(ready["url"]), str(ready["model"]), key)
+        yield Server(str(ready["url"]), str(ready["model"]), key, ready)
     finally:
         _stop(child)
         if drain.ident is not None:

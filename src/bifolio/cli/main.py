@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from bifolio import __version__
+from bifolio.cli import bench
 from bifolio.cli.chat import chat
 from bifolio.cli.console import ERROR_PREFIX
 from bifolio.cli.doctor import doctor
@@ -75,6 +76,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(plan)
 app.add_typer(eval_app)
+app.add_typer(bench.app)
 app.command()(doctor)
 
 

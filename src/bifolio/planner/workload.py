@@ -8,8 +8,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from bifolio.errors import ConfigError
 
@@ -89,6 +90,13 @@ def read_trace(path: Path) -> Workload:
     for shared prefixes, hash_ids of blocks of 512 tokens. Requests without output count one token.
     ConfigError names the file, and the line that cannot be read.
     """
+    rows = read_requests(path)
+    lengths = Counter((row.prompt, row.output) for row in rows)
+    return Workload(tuple(lengths.items()), _repeated(rows))
+
+
+def read_requests(path: Path) -> list[TracedRequest]:
+    """The requests of a trace in the order of the file; forms and errors as for `read_trace`."""
     try:
         with _open(path) as file:
             name = path.name.removesuffix(".gz")
@@ -97,8 +105,7 @@ def read_trace(path: Path) -> Workload:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
     if not rows:
         raise ConfigError(f"the trace {path} has no requests")
-    lengths = Counter((prompt, output) for prompt, output, _ in rows)
-    return Workload(tuple(lengths.items()), _repeated(rows))
+    return rows
 
 
 def _open(path: Path) -> IO[str]:
@@ -107,26 +114,51 @@ def _open(path: Path) -> IO[str]:
     return path.open(encoding="utf-8-sig")
 
 
-_BLOCK = 512
-
-Row = tuple[int, int, list[int] | None]
-"""Prompt tokens, output tokens, and ids of the prompt's blocks."""
+BLOCK = 512
+"""Tokens of a block that Mooncake's `hash_ids` name."""
 
 
-def _repeated(rows: list[Row]) -> float | None:
+class TracedRequest(NamedTuple):
+    """A request: tokens, ids of the prompt's blocks, seconds of arrival; None where not told."""
+
+    prompt: int
+    output: int
+    blocks: list[int] | None
+    arrival: float | None
+
+
+def _repeated(rows: list[TracedRequest]) -> float | None:
     seen: set[int] = set()
     total = again = 0
-    for prompt, _, blocks in rows:
-        if blocks is None:
+    for row in rows:
+        if row.blocks is None:
             return None
-        total += prompt
-        held = sum(block in seen for block in blocks)
-        again += min(held * _BLOCK, prompt)
-        seen.update(blocks)
+        total += row.prompt
+        held = sum(block in seen for block in row.blocks)
+        again += min(held * BLOCK, row.prompt)
+        seen.update(row.blocks)
     return again / total
 
 
-def _csv_rows(file: IO[str], path: Path) -> Iterator[Row]:
+_ARRIVALS = {"TIMESTAMP": 0.0, "arrival_s": 1.0, "arrival_ns": 1e-9, "timestamp": 1e-3}
+"""Names of arrival times, and the seconds of their unit; 0 for a date."""
+
+
+def _arrival(row: dict[str, Any], path: Path, line: int) -> float | None:
+    for name, unit in _ARRIVALS.items():
+        if name in row:
+            try:
+                if unit:
+                    return float(row[name]) * unit
+                return datetime.fromisoformat(str(row[name])[:26]).timestamp()
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"line {line} of the trace {path}: {name} {row[name]!r} is no time"
+                ) from error
+    return None
+
+
+def _csv_rows(file: IO[str], path: Path) -> Iterator[TracedRequest]:
     reader = csv.DictReader(file)
     names = reader.fieldnames or []
     columns = [next((n for n in wanted if n in names), None) for wanted in (_INPUT, _OUTPUT)]
@@ -135,10 +167,11 @@ def _csv_rows(file: IO[str], path: Path) -> Iterator[Row]:
             f"the trace {path} has columns {', '.join(names)}; wanted: {_INPUT[0]} and {_OUTPUT[0]}"
         )
     for row in reader:
-        yield (*_lengths([row[str(column)] for column in columns], path, reader.line_num), None)
+        prompt, output = _lengths([row[str(column)] for column in columns], path, reader.line_num)
+        yield TracedRequest(prompt, output, None, _arrival(row, path, reader.line_num))
 
 
-def _json_rows(file: IO[str], path: Path) -> Iterator[Row]:
+def _json_rows(file: IO[str], path: Path) -> Iterator[TracedRequest]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -153,7 +186,7 @@ def _json_rows(file: IO[str], path: Path) -> Iterator[Row]:
                 f"line {number} of the trace {path} is not a JSON object with input_length and "
                 "output_length"
             ) from error
-        yield (*_lengths(pair, path, number), blocks)
+        yield TracedRequest(*_lengths(pair, path, number), blocks, _arrival(row, path, number))
 
 
 def _lengths(pair: list[object], path: Path, line: int) -> tuple[int, int]:

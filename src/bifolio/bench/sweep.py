@@ -1,0 +1,42 @@
+"""Finds the peak: doubles the concurrency until more of it brings nothing, or is not let in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bifolio.bench.session import Load, Plan, Run, Tell, measure
+from bifolio.bench.target import Target
+
+MOST = 512
+"""No search goes beyond."""
+
+GAIN = 1.03
+"""A step that brings less than this times the best so far brings nothing."""
+
+
+def explore(target: Target, plan: Plan, repeats: int, tell: Tell) -> Iterator[Run]:
+    """Runs at 1, 2, 4, …, then the repeats of every step.
+
+    The search ends after two steps without gain, when requests wait though seats are asked for
+    (one step more shows what waiting does), or when a run is invalid.
+    """
+    loads: list[Load] = []
+    best, idle, concurrency = 0.0, 0, 1
+    while concurrency <= MOST and idle < 2:
+        load = Load(concurrency)
+        tell(f"{load.name}, looking for the peak")
+        run = measure(target, plan, load, 0)
+        yield run
+        loads.append(load)
+        if run.figures.invalid:
+            break
+        running = run.figures.most_running
+        gained = run.figures.output_rate > best * GAIN
+        refused = running is not None and running < concurrency
+        idle = 0 if gained and not refused else idle + 1
+        best = max(best, run.figures.output_rate)
+        concurrency *= 2
+    for repeat in range(1, repeats):
+        for load in loads:
+            tell(f"{load.name}, repeat {repeat + 1} of {repeats}")
+            yield measure(target, plan, load, repeat)

@@ -1,0 +1,187 @@
+"""`bifolio bench`: speed and cost, of one target or of several in turn."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from bifolio.cli import bench_options as options
+from bifolio.cli.bench_options import LOAD, WHAT, WHERE, Wishes, option
+from bifolio.cli.console import DEFAULT_MODEL
+from bifolio.errors import ConfigError
+
+app = typer.Typer(
+    name="bench",
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    model: options.Model = DEFAULT_MODEL,
+    plan: Annotated[str, option(WHERE, "Formats, as for serve.", metavar="PLAN")] = "auto/bf16",
+    server: Annotated[
+        bool, option(WHERE, "Through HTTP, with a server that is started.", "--server")
+    ] = False,
+    url: Annotated[
+        str | None,
+        option(WHERE, "A running server with the OpenAI API.", metavar="http://HOST:PORT"),
+    ] = None,
+    cache_memory: options.CacheMemory = "1GiB",
+    threads: options.Threads = 0,
+    api_key: options.ApiKey = None,
+    served_model: options.ServedModel = None,
+    vocab: options.Vocab = None,
+    prompt: options.Prompt = "256",
+    output: options.Output = "128",
+    prefix: options.Prefix = 0,
+    groups: options.Groups = 1,
+    turns: options.Turns = 1,
+    gap: options.Gap = 0.0,
+    trace: options.Trace = None,
+    speed: options.Speed = 1.0,
+    concurrency: Annotated[
+        str | None,
+        option(
+            LOAD,
+            "Closed loop: sessions open at a time, or auto.",
+            metavar="N,N,…",
+            show_default="1,8",
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
+    ] = None,
+    requests: options.Requests = None,
+    repeats: options.Repeats = 2,
+    seed: options.Seed = None,
+    max_failed: options.MaxFailed = 1.0,
+    goal_ttft: options.GoalTtft = None,
+    goal_tpot: options.GoalTpot = None,
+    price: options.Price = 1.0,
+    out: options.Out = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure speed and cost of an engine in this process, of a server, or of any OpenAI API.
+
+    Prompts are random token ids, new in every run, and answers are forced
+    to their length. Tokens are the engine's own count. Exit status 1: a
+    run is invalid, and the output says why.
+
+    [bold]Examples[/]
+
+      bifolio bench --concurrency 1,8,32 --price-per-hour 0.40
+      bifolio bench --server --plan int8:a8/fp8 --input 8192 --output 1000
+      bifolio bench --url http://127.0.0.1:8000 --rate 0.5,1,2 --goal-ttft 500
+      bifolio bench --shared-prefix 512 --turns 4 --concurrency auto --out results
+      bifolio bench compare bf16/bf16 bf16/fp8 --cache-memory 256MiB
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if url is not None and server:
+        raise ConfigError("--server starts a server, --url takes one that runs: say one of them")
+    wishes = Wishes(
+        *(prompt, output, prefix, groups, turns, gap, trace, speed),
+        *(requests, seed, max_failed, goal_ttft, goal_tpot),
+    )
+    from bifolio.cli import bench_run as run
+    from bifolio.cli.bench_targets import Machine
+
+    automatic = concurrency == "auto"
+    loads = options.parse_loads(None if automatic else concurrency, rate, trace=trace is not None)
+    machine = Machine(
+        *(model, cache_memory, run.seats([] if automatic else loads), threads),
+        *(api_key, served_model, vocab),
+    )
+    with ExitStack() as stack:
+        target = run.open_target(stack, machine, url or plan, server=server)
+        results = run.measure_one(
+            target, wishes, None if automatic else loads, repeats, price, quiet=as_json
+        )
+    run.finish(results, out, as_json=as_json)
+
+
+@app.command()
+def compare(
+    plans: Annotated[
+        list[str],
+        typer.Argument(help="Plans as for serve, prefill→decode, or URLs of running servers."),
+    ],
+    model: options.Model = DEFAULT_MODEL,
+    server: Annotated[
+        bool, option(WHERE, "Through HTTP, with servers that are started.", "--server")
+    ] = False,
+    cache_memory: options.CacheMemory = "256MiB",
+    threads: options.Threads = 0,
+    api_key: options.ApiKey = None,
+    served_model: options.ServedModel = None,
+    vocab: options.Vocab = None,
+    prompt: options.Prompt = "256",
+    output: options.Output = "128",
+    prefix: options.Prefix = 0,
+    groups: options.Groups = 1,
+    turns: options.Turns = 1,
+    gap: options.Gap = 0.0,
+    trace: options.Trace = None,
+    speed: options.Speed = 1.0,
+    concurrency: Annotated[
+        str | None,
+        option(LOAD, "Closed loop: sessions open at a time.", metavar="N,N,…", show_default="1,8"),
+    ] = None,
+    rate: Annotated[
+        str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
+    ] = None,
+    alone: Annotated[
+        int,
+        option(
+            WHAT,
+            "Also one prompt at a time of so many tokens, for prefill and decode alone; 0: none.",
+            metavar="N",
+            min=0,
+        ),
+    ] = 2048,
+    requests: options.Requests = None,
+    repeats: options.Repeats = 3,
+    seed: options.Seed = None,
+    max_failed: options.MaxFailed = 1.0,
+    goal_ttft: options.GoalTtft = None,
+    goal_tpot: options.GoalTpot = None,
+    price: options.Price = 1.0,
+    out: options.Out = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure several plans alternately and say what each is to the first, with intervals.
+
+    All plans stand ready at the same time and take turns at every step,
+    on the same prompts. With the cache memory fixed, a smaller cache
+    format holds more tokens, so that more requests are let in.
+
+    [bold]Examples[/]
+
+      bifolio bench compare bf16/bf16 bf16/fp8 --concurrency 1,8,16,32,64
+      bifolio bench compare int8:a8/fp8 http://127.0.0.1:8080 --out results
+    """
+    wishes = Wishes(
+        *(prompt, output, prefix, groups, turns, gap, trace, speed),
+        *(requests, seed, max_failed, goal_ttft, goal_tpot),
+    )
+    from bifolio.cli import bench_run as run
+    from bifolio.cli.bench_targets import Machine
+
+    loads = options.parse_loads(concurrency, rate, trace=trace is not None)
+    machine = Machine(
+        *(model, cache_memory, run.seats(loads), threads, api_key, served_model, vocab)
+    )
+    if len(set(plans)) < max(2, len(plans)):
+        raise ConfigError("compare needs at least two plans, each of them once")
+    with ExitStack() as stack:
+        targets = {plan: run.open_target(stack, machine, plan, server=server) for plan in plans}
+        results = run.measure_several(
+            targets, wishes, loads, repeats, price, alone=alone, quiet=as_json
+        )
+    run.finish(results, out, as_json=as_json)

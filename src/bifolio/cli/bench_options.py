@@ -1,0 +1,170 @@
+"""Options that `bench` and `bench compare` share, and what they mean."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bifolio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bifolio.bench.session import Load, Plan
+    from bifolio.bench.traffic import Workload
+
+WHERE, WHAT, LOAD, JUDGE, OUT = "What is measured", "Workload", "Load", "Judgement", "Output"
+
+
+def option(panel: str, text: str, *names: str, metavar: str | None = None, **limits: Any) -> Any:
+    """An option in a panel of the help."""
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel, **limits)
+
+
+Model = Annotated[str, option(WHERE, "As for serve.", "--model", "-m", metavar="MODEL")]
+CacheMemory = Annotated[str, option(WHERE, "Memory for keys and values.", metavar="SIZE")]
+Threads = Annotated[int, option(WHERE, "Threads of the kernels; 0: all.", metavar="N", min=0)]
+ApiKey = Annotated[
+    str | None, option(WHERE, "Key for servers.", envvar="BIFOLIO_API_KEY", metavar="KEY")
+]
+ServedModel = Annotated[
+    str | None, option(WHERE, "Name of the model at a URL, if it has several.", metavar="NAME")
+]
+Vocab = Annotated[
+    int | None,
+    option(WHERE, "Token ids of a server's model, if it does not tell.", metavar="N", min=201),
+]
+Prompt = Annotated[
+    str,
+    option(
+        WHAT,
+        "Prompt tokens: 512, 100..500, normal:512:64, lognormal:512:300.",
+        "--input",
+        metavar="TOKENS",
+    ),
+]
+Output = Annotated[str, option(WHAT, "Output tokens, the same way.", metavar="TOKENS")]
+Prefix = Annotated[
+    int, option(WHAT, "Tokens that all prompts begin with.", "--shared-prefix", metavar="N", min=0)
+]
+Groups = Annotated[
+    int, option(WHAT, "Different shared beginnings.", "--prefix-groups", metavar="N", min=1)
+]
+Turns = Annotated[
+    int, option(WHAT, "Turns of a session; each sends all before it again.", metavar="N", min=1)
+]
+Gap = Annotated[
+    float, option(WHAT, "Seconds between answer and next turn.", metavar="SECONDS", min=0.0)
+]
+Trace = Annotated[
+    Path | None,
+    option(WHAT, "Replay lengths, arrivals and shared blocks (Mooncake, Azure).", metavar="FILE"),
+]
+Speed = Annotated[
+    float, option(WHAT, "Replay the trace so many times as fast.", "--trace-speed", min=0.001)
+]
+Requests = Annotated[
+    int | None,
+    option(LOAD, "Sessions of a run.", show_default="2 a seat", metavar="N", min=1),
+]
+Repeats = Annotated[int, option(LOAD, "Runs of each step.", metavar="N", min=1)]
+Seed = Annotated[
+    int | None, option(LOAD, "Of prompts and arrivals.", show_default="random", metavar="N", min=0)
+]
+MaxFailed = Annotated[
+    float, option(JUDGE, "Percent of requests that may fail.", metavar="PERCENT", min=0.0)
+]
+GoalTtft = Annotated[
+    float | None, option(JUDGE, "Most ms to the first token, for goodput.", metavar="MS")
+]
+GoalTpot = Annotated[
+    float | None, option(JUDGE, "Most ms per later token, for goodput.", metavar="MS")
+]
+Price = Annotated[
+    float,
+    option(JUDGE, "Price of the machine, for costs.", "--price-per-hour", metavar="PRICE", min=0.0),
+]
+Out = Annotated[
+    Path | None, option(OUT, "Write bench.json, pages and AIPerf files here.", metavar="DIR")
+]
+AsJson = Annotated[bool, option(OUT, "Print one JSON object.", "--json")]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the options say of the workload, its judgement and its seed."""
+
+    prompt: str
+    output: str
+    prefix: int = 0
+    groups: int = 1
+    turns: int = 1
+    gap: float = 0.0
+    trace: Path | None = None
+    speed: float = 1.0
+    requests: int | None = None
+    seed: int | None = None
+    max_failed: float = 1.0
+    goal_ttft: float | None = None
+    goal_tpot: float | None = None
+
+    def workload(self, longest: int) -> Workload:
+        """What is sent; of a trace, the requests of at most `longest` tokens."""
+        from bifolio.bench.lengths import Lengths
+        from bifolio.bench.traffic import Replay, Synthetic
+
+        if self.trace is None:
+            return Synthetic(
+                Lengths.parse(self.prompt),
+                Lengths.parse(self.output),
+                self.prefix,
+                self.groups,
+                self.turns,
+                self.gap,
+            )
+        if self.prefix or self.turns > 1:
+            raise ConfigError("--trace brings its own prompts; leave out --shared-prefix, --turns")
+        from bifolio.planner.workload import read_requests
+
+        return Replay(self.trace.name, read_requests(self.trace), self.speed, longest)
+
+    def plan(self, longest: int) -> Plan:
+        """All of it; a seed is drawn where none is given, so that no cache knows the prompts."""
+        from bifolio.bench.figures import Goals
+        from bifolio.bench.session import Plan
+
+        return Plan(
+            self.workload(longest),
+            Goals(_seconds(self.goal_ttft), _seconds(self.goal_tpot), self.max_failed / 100),
+            secrets.randbits(32) if self.seed is None else self.seed,
+            self.requests,
+        )
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3
+
+
+def parse_loads(concurrency: str | None, rate: str | None, *, trace: bool) -> list[Load]:
+    """`1,8,32` as closed loops, or `0.5,1` sessions a second as open ones."""
+    from bifolio.bench.session import Load
+
+    if concurrency and rate:
+        raise ConfigError("--concurrency is for a closed loop and --rate for an open one: say one")
+    if rate:
+        return [Load(rate=value) for value in _numbers(rate, "--rate", float)]
+    if concurrency:
+        return [Load(int(value)) for value in _numbers(concurrency, "--concurrency", int)]
+    return [Load()] if trace else [Load(1), Load(8)]
+
+
+def _numbers(text: str, name: str, kind: type[int] | type[float]) -> list[float]:
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} {text!r} is no list of numbers such as 1,8,32") from error
+    if min(found) <= 0:
+        raise ConfigError(f"{name} {text!r}: every number must be above 0")
+    return found

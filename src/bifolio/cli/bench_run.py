@@ -1,0 +1,128 @@
+"""Runs what `bench` and `bench compare` were asked for, and shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from bifolio.bench.comparison import ALONE, alone_plan, alternate
+from bifolio.bench.environment import Environment, describe_environment
+from bifolio.bench.results import Results
+from bifolio.bench.session import Load, Tell, series, warm_up
+from bifolio.bench.sweep import MOST, explore
+from bifolio.bench.target import Target
+from bifolio.cli import bench_targets
+from bifolio.cli.bench_options import Wishes
+from bifolio.cli.bench_tables import print_results
+from bifolio.cli.bench_targets import Machine
+from bifolio.cli.machine import read_limits, read_processor
+from bifolio.engine.logs import configure
+
+EXIT_INVALID = 1
+"""What was measured cannot be believed."""
+
+_LEAST_SEATS = 64
+
+
+def seats(loads: Sequence[Load]) -> int:
+    """Requests that an engine may compute at a time, so that memory is the limit and not this."""
+    return max([_LEAST_SEATS, *(load.concurrency or MOST for load in loads)] if loads else [MOST])
+
+
+def open_target(stack: ExitStack, machine: Machine, what: str, *, server: bool) -> Target:
+    """A plan in this process or in a server of its own, or a URL; it ends with `stack`."""
+    configure("error")
+    if bench_targets.is_url(what):
+        target = bench_targets.endpoint(machine, what)
+    elif server:
+        return stack.enter_context(bench_targets.own_server(machine, what))
+    else:
+        target = bench_targets.in_process(machine, what)
+    stack.callback(target.close)
+    return target
+
+
+def measure_one(
+    target: Target,
+    wishes: Wishes,
+    loads: Sequence[Load] | None,
+    repeats: int,
+    price: float,
+    *,
+    quiet: bool,
+) -> Results:
+    """Every load on one target; None: look for the peak."""
+    plan = wishes.plan(target.describe().max_model_len or 0)
+    environment = _environment()
+    with _telling(quiet=quiet) as tell:
+        tell("warming up")
+        warm_up(target, plan, _most(loads or ()))
+        if loads is None:
+            runs = list(explore(target, plan, repeats, tell))
+        else:
+            runs = list(series(target, plan, loads, repeats, tell))
+    return Results(environment, {"": target.describe()}, plan, price, runs)
+
+
+def measure_several(
+    targets: Mapping[str, Target],
+    wishes: Wishes,
+    loads: Sequence[Load],
+    repeats: int,
+    price: float,
+    *,
+    alone: int,
+    quiet: bool,
+) -> Results:
+    """Every load on all targets in turn, and one request of `alone` tokens at a time."""
+    told = [target.describe() for target in targets.values()]
+    plan = wishes.plan(min((t.max_model_len for t in told if t.max_model_len), default=0))
+    parts = {"": (plan, loads)}
+    if alone:
+        parts[ALONE] = (alone_plan(plan, alone), [Load(1)])
+    environment = _environment()
+    with _telling(quiet=quiet) as tell:
+        for name, target in targets.items():
+            tell(f"{name}: warming up")
+            warm_up(target, plan, _most(loads))
+        runs = list(alternate(targets, parts, repeats, tell))
+    described = {name: target.describe() for name, target in targets.items()}
+    return Results(environment, described, plan, price, runs)
+
+
+def finish(results: Results, out: Path | None, *, as_json: bool) -> None:
+    """Print, write, and end with a status that says whether to believe it."""
+    if as_json:
+        print(json.dumps(results.as_dict(), indent=2))
+    else:
+        print_results(results)
+    if out is not None:
+        results.write(out)
+    if results.invalid:
+        raise typer.Exit(EXIT_INVALID)
+
+
+def _most(loads: Sequence[Load]) -> int:
+    return max((load.concurrency or 8 for load in loads), default=8)
+
+
+def _environment() -> Environment:
+    machine = {"processor": asdict(read_processor()), "limits": asdict(read_limits())}
+    return describe_environment(machine, probe=True)
+
+
+@contextmanager
+def _telling(*, quiet: bool) -> Iterator[Tell]:
+    """Show on standard error, if that is a terminal, what is being measured."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _text: None
+        return
+    with console.status("measuring") as status:
+        yield status.update

@@ -1,0 +1,109 @@
+"""What a benchmark drives, from the words of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bifolio.bench.target import Description, Target
+from bifolio.config import EngineConfig, parse_bytes
+from bifolio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bifolio.cli.child import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What engines of one's own are built with."""
+
+    model: str
+    cache_memory: str
+    seats: int
+    threads: int = 0
+    api_key: str | None = None
+    served_model: str | None = None
+    vocab: int | None = None
+
+
+def is_url(text: str) -> bool:
+    """Whether a target is a server that runs already."""
+    return "://" in text
+
+
+def in_process(machine: Machine, plan: str) -> Target:
+    """An engine in this process; `plan` as for serve, `prefill→decode` where the phases differ."""
+    from bifolio.bench.in_process import InProcess
+    from bifolio.formats import PrecisionPlan
+
+    prefill, arrow, decode = plan.replace("->", "→").partition("→")
+    parsed = PrecisionPlan.parse(prefill, decode=decode.strip() if arrow else None)
+    config = EngineConfig(
+        model=machine.model,
+        plan=parsed,
+        cache_memory=parse_bytes(machine.cache_memory),
+        max_num_seqs=machine.seats,
+        threads=machine.threads,
+    )
+    return InProcess(config, machine.model)
+
+
+def endpoint(machine: Machine, url: str) -> Target:
+    """A running server."""
+    from bifolio.bench.endpoint import Endpoint
+
+    return Endpoint(url, machine.api_key, model=machine.served_model, vocab=machine.vocab)
+
+
+@contextmanager
+def own_server(machine: Machine, plan: str) -> Iterator[Target]:
+    """`bifolio serve` in a process of its own, for as long as a `with` lasts."""
+    from bifolio.bench.endpoint import Endpoint
+    from bifolio.cli.child import serving
+
+    prefill, arrow, decode = plan.replace("->", "→").partition("→")
+    arguments = ["--prefill", prefill, "--decode", decode] if arrow else ["--plan", plan]
+    arguments += ["--cache-memory", machine.cache_memory, "--max-num-seqs", str(machine.seats)]
+    arguments += ["--threads", str(machine.threads)]
+    with serving(machine.model, arguments) as server:
+        told = _told(server.ready, _vocab(machine.model))
+        target = Endpoint(server.url, server.api_key, model=server.model, told=told)
+        try:
+            yield target
+        finally:
+            target.close()
+
+
+def _told(ready: Event, vocab: int) -> Description:
+    def number(name: str) -> Any:
+        return ready.get(name)
+
+    return Description(
+        kind="own server",
+        model=str(ready["model"]),
+        plan=str(ready["plan"]),
+        kernels=str(ready["kernels"]),
+        vocab=vocab,
+        max_model_len=number("max_model_len"),
+        cache_tokens=number("cache_tokens"),
+        cache_bytes=number("cache_bytes"),
+    )
+
+
+def _vocab(model: str) -> int:
+    from bifolio.models.source import resolve_source
+
+    return resolve_source(model).spec.vocab
+
+
+def check_lengths(targets: Sequence[Target], longest: int) -> None:
+    """ConfigError if the longest request cannot be answered."""
+    for target in targets:
+        told = target.describe()
+        if told.max_model_len is not None and longest > told.max_model_len:
+            raise ConfigError(
+                f"requests of {longest:,} tokens do not fit into the {told.max_model_len:,} of "
+                f"{told.plan or told.url}; ask for less, or give more --cache-memory"
+            )

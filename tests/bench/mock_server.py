@@ -1,0 +1,164 @@
+"""A server on a real socket that streams answers as badly as it is told to."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Mock:
+    """How it behaves, and what it has seen. Tokens of chunks follow `chunks` in turn."""
+
+    chunks: tuple[int, ...] = (1,)
+    usage: str | None = "continuous"
+    """`continuous`, `final`, or None; a dialect that it does not know is answered with 400."""
+    strict: bool = False
+    """Refuse `continuous_usage_stats` and `ignore_eos`, as the OpenAI API itself does."""
+    more: int = 0
+    """Tokens beyond those asked for."""
+    fail_every: int = 0
+    hang_up_every: int = 0
+    first_delay: float = 0.0
+    chunk_delay: float = 0.0
+    hit_share: float | None = None
+    """Share of the prompts that is said to come from the cache, in usage and metrics."""
+    usage_hits: bool = False
+    lie: int = 0
+    """Added to the final usage."""
+    metrics: bool = True
+    silent: bool = False
+    """Chunks have no text at all."""
+    keep_alive: bool = True
+    bodies: list[dict] = field(default_factory=list)
+    connections: int = 0
+    _prompts: float = 0
+    _hits: float = 0
+    _numbers: itertools.count = field(default_factory=itertools.count)
+
+    async def handle(self, reader, writer):
+        self.connections += 1
+        try:
+            while await self._request(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _request(self, reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, path, _ = head.split(" ", 2)
+        lengths = [
+            line for line in head.split("\r\n") if line.lower().startswith("content-length:")
+        ]
+        length = int(lengths[0].split(":")[1]) if lengths else 0
+        body = await reader.readexactly(length)
+        if method == "GET":
+            self._get(writer, path)
+            return self.keep_alive
+        return await self._complete(writer, json.loads(body))
+
+    def _get(self, writer, path):
+        if path == "/v1/models":
+            self._plain(writer, 200, {"data": [{"id": "mock", "max_model_len": 4096}]})
+        elif path == "/metrics" and self.metrics:
+            text = (
+                f"vllm:prefix_cache_queries_total {self._prompts}\n"
+                f"vllm:prefix_cache_hits_total {self._hits}\n"
+                'vllm:num_requests_running{engine="0"} 3\n'
+                'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+            )
+            self._plain(writer, 200, text)
+        else:
+            self._plain(writer, 404, {"error": {"message": "no such path"}})
+
+    def _plain(self, writer, status, body):
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        keep = "keep-alive" if self.keep_alive else "close"
+        head = f"HTTP/1.1 {status} X\r\nConnection: {keep}\r\nContent-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+
+    async def _complete(self, writer, body):
+        options = body.get("stream_options", {})
+        if self.strict and ("ignore_eos" in body or "continuous_usage_stats" in options):
+            self._plain(writer, 400, {"error": {"message": "unknown parameter"}})
+            return True
+        probe = not self.bodies
+        self.bodies.append(body)
+        number = next(self._numbers)
+        if self.fail_every and not probe and number % self.fail_every == 0:
+            self._plain(writer, 400, {"error": {"message": "I do not like this one"}})
+            return True
+        prompt = len(body["prompt"])
+        self._prompts += prompt
+        self._hits += prompt * (self.hit_share or 0)
+        await asyncio.sleep(self.first_delay)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        hang_up = self.hang_up_every and not probe and number % self.hang_up_every == 0
+        return await self._stream(writer, prompt, body["max_tokens"] + self.more, bool(hang_up))
+
+    async def _stream(self, writer, prompt, tokens, hang_up):
+        sent, sizes = 0, itertools.cycle(self.chunks)
+        while sent < tokens:
+            size = min(next(sizes), tokens - sent)
+            sent += size
+            text = "" if self.silent or not size else "wor" * size
+            end = "length" if sent == tokens else None
+            event = {"choices": [{"index": 0, "text": text, "finish_reason": end}]}
+            if self.usage == "continuous":
+                event["usage"] = self._usage(prompt, sent)
+            self._event(writer, json.dumps(event))
+            await writer.drain()
+            if hang_up:
+                return False
+            await asyncio.sleep(self.chunk_delay)
+        if self.usage:
+            usage = self._usage(prompt, sent + self.lie)
+            self._event(writer, json.dumps({"choices": [], "usage": usage}))
+        self._event(writer, "[DONE]")
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    def _usage(self, prompt, completion):
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+        if self.usage_hits:
+            cached = int(prompt * (self.hit_share or 0))
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
+
+    def _event(self, writer, data):
+        payload = f"data: {data}\n\n".encode()
+        # Split inside the event, so that no reader can take a piece of the body for an event.
+        for part in (payload[:9], payload[9:]):
+            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+
+
+@contextlib.contextmanager
+def serving(mock):
+    """Run it in a thread; yields its address."""
+    ready, told = threading.Event(), []
+
+    async def main():
+        stop = asyncio.Event()
+        server = await asyncio.start_server(mock.handle, "127.0.0.1", 0)
+        told.extend((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), stop))
+        ready.set()
+        await stop.wait()
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    ready.wait()
+    port, loop, stop = told
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()

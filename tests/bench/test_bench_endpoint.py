@@ -1,0 +1,210 @@
+"""A benchmark of a server says the truth about it, or refuses: against a mock on a real socket."""
+
+import pytest
+from mock_server import Mock, serving
+
+from bifolio.bench.endpoint import Endpoint
+from bifolio.bench.figures import Goals
+from bifolio.bench.lengths import Lengths
+from bifolio.bench.session import Load, Plan, measure, series
+from bifolio.bench.traffic import Synthetic
+from bifolio.errors import ConfigError
+
+TOKENS = 24
+
+
+def plan(**changes):
+    fields = {"prompt": 32, "output": TOKENS, "requests": 10, "seed": 1, "prefix": 0, "turns": 1}
+    fields |= {"goals": Goals()} | changes
+    work = Synthetic(
+        Lengths.parse(fields["prompt"]),
+        Lengths.parse(fields["output"]),
+        prefix=fields["prefix"],
+        turns=fields["turns"],
+    )
+    return Plan(work, fields["goals"], fields["seed"], fields["requests"])
+
+
+def run(mock, load=Load(3), **changes):  # noqa: B008
+    with serving(mock) as url:
+        target = Endpoint(url, timeout=10)
+        try:
+            return measure(target, plan(**changes), load, 0)
+        finally:
+            target.close()
+
+
+def warned(figures, text):
+    return any(text in line for line in figures.warnings)
+
+
+@pytest.mark.parametrize("usage", ["continuous", "final"])
+@pytest.mark.parametrize("silent", [False, True])
+def test_tokens_are_the_servers_whatever_its_chunks_hold(usage, silent):
+    figures = run(Mock(chunks=(1, 3, 0, 7), usage=usage, silent=silent)).figures
+    assert figures.real_output == figures.asked_output == 10 * TOKENS
+    assert figures.real_prompt == figures.asked_prompt == 10 * 32
+    assert figures.output_rate == pytest.approx(10 * TOKENS / figures.seconds)
+    assert not figures.invalid
+
+
+def test_the_wait_for_a_chunk_is_shared_among_its_tokens():
+    made = run(Mock(chunks=(1, 3, 0, 7), chunk_delay=0.01), requests=3)
+    for record in made.seen.records:
+        assert sum(record.counts) == TOKENS
+        assert len(record.itl) == TOKENS - 1  # the first chunk has one token
+        assert sum(record.itl) == pytest.approx(record.last - record.first)
+    itl = made.figures.itl
+    assert itl.count == 3 * (TOKENS - 1)
+    assert 0 < itl.low < 0.009 < itl.high  # 7 tokens share about 20 ms, 3 share 10 ms
+
+
+def test_tokens_that_come_with_the_first_take_no_time_of_their_own():
+    record = run(Mock(chunks=(12,), chunk_delay=0.05), requests=1).seen.records[0]
+    assert record.tpot == pytest.approx((record.last - record.first) / 12)
+
+
+def test_without_counts_of_chunks_there_is_no_itl_and_it_is_said():
+    figures = run(Mock(chunks=(1, 3, 0, 7), usage="final")).figures
+    assert figures.itl is None
+    assert figures.peak_rate is None
+    assert figures.tpot is not None
+    assert warned(figures, "how many tokens a chunk has")
+
+
+def test_a_server_without_usage_is_refused():
+    with serving(Mock(usage=None)) as url, pytest.raises(ConfigError, match="cannot be counted"):
+        Endpoint(url)
+
+
+def test_a_server_that_knows_no_extras_is_asked_without_them():
+    mock = Mock(strict=True, usage="final")
+    figures = run(mock).figures
+    assert figures.real_output == 10 * TOKENS
+    assert "ignore_eos" not in mock.bodies[-1]
+
+
+def test_the_usage_counts_where_chunks_contradict_it():
+    figures = run(Mock(chunks=(2,), lie=5)).figures
+    assert figures.real_output == 10 * (TOKENS + 5)
+    assert figures.itl is None
+    assert warned(figures, "do not add up")
+
+
+@pytest.mark.parametrize("more", [-9, 40])
+def test_other_lengths_than_asked_are_shown_and_rates_count_what_came(more):
+    figures = run(Mock(more=more)).figures
+    assert (figures.asked_output, figures.real_output) == (10 * TOKENS, 10 * (TOKENS + more))
+    assert figures.output_rate == pytest.approx(10 * (TOKENS + more) / figures.seconds)
+    assert warned(figures, f"asked for {10 * TOKENS} output tokens, got {10 * (TOKENS + more)}")
+
+
+def test_requests_that_fail_count_apart_and_too_many_make_the_run_invalid():
+    figures = run(Mock(fail_every=5), requests=40).figures
+    assert figures.failed == {"refused": 8}
+    assert figures.succeeded == 32
+    assert figures.real_output == 32 * TOKENS
+    assert "8 of 40 requests failed" in figures.invalid[0]
+    assert "I do not like this one" in figures.invalid[0]
+    assert figures.latency.count == figures.ttft.count == 32
+
+
+def test_failures_within_the_limit_leave_the_run_valid():
+    figures = run(Mock(fail_every=5), requests=40, goals=Goals(failed=0.25)).figures
+    assert figures.failed == {"refused": 8}
+    assert not figures.invalid
+
+
+def test_an_answer_cut_off_is_no_answer():
+    figures = run(Mock(hang_up_every=4), requests=16).figures
+    assert figures.failed == {"broken": 4}
+    assert figures.real_output == 12 * TOKENS
+    assert figures.invalid
+
+
+@pytest.mark.parametrize("by_usage", [False, True])
+def test_a_warm_cache_makes_the_run_invalid(by_usage):
+    figures = run(Mock(hit_share=0.5, usage_hits=by_usage, metrics=not by_usage)).figures
+    assert figures.hit_rate == pytest.approx(0.5, abs=0.01)
+    assert "50% of the prompt tokens came from the prefix cache" in figures.invalid[0]
+    if not by_usage:
+        assert figures.hit_rate_before == figures.hit_rate_after == pytest.approx(0.5)
+
+
+def test_hits_are_expected_where_the_workload_shares():
+    figures = run(Mock(hit_share=0.5), prefix=32).figures
+    assert figures.hit_rate == pytest.approx(0.5)
+    assert not figures.invalid
+
+
+def test_a_server_without_metrics_and_cached_tokens_could_hide_a_warm_cache():
+    assert warned(run(Mock(metrics=False)).figures, "a warm cache would not show")
+
+
+def test_no_prompt_comes_twice_in_a_series_nor_in_the_warm_up():
+    mock = Mock()
+    with serving(mock) as url:
+        target = Endpoint(url)
+        list(series(target, plan(requests=4), [Load(1), Load(2)], 3, lambda _text: None))
+        target.close()
+    prompts = [tuple(body["prompt"]) for body in mock.bodies]
+    assert len(set(prompts)) == len(prompts) == 1 + 2 * 3 * 4
+
+
+def test_a_slow_first_token_is_in_the_ttft_and_not_in_the_tpot():
+    figures = run(Mock(first_delay=0.2, chunk_delay=0.002), requests=2).figures
+    assert figures.ttft.low >= 0.2
+    assert figures.tpot.high < 0.05
+
+
+def test_the_goals_decide_what_is_good():
+    slow = Goals(ttft=0.1)
+    assert run(Mock(first_delay=0.2), requests=2, goals=slow).figures.good == 0
+    assert run(Mock(), requests=2, goals=slow).figures.good == 2
+
+
+def test_a_closed_loop_holds_its_concurrency_and_keeps_its_connections():
+    mock = Mock(first_delay=0.02)
+    made = run(mock, Load(4), requests=12)
+    starts, ends = ([getattr(r, name) for r in made.seen.records] for name in ("start", "end"))
+    assert max(sum(s <= at < e for s, e in zip(starts, ends, strict=True)) for at in starts) == 4
+    assert mock.connections <= 6  # 4, and one each for the looks at the metrics and the probe
+
+
+def test_an_open_loop_does_not_wait_for_a_slow_server():
+    made = run(Mock(first_delay=0.5), Load(rate=100.0), requests=20)
+    assert max(record.start for record in made.seen.records) < 0.5
+    assert max(record.late for record in made.seen.records) < 0.1
+
+
+def test_later_turns_send_the_earlier_ones_again():
+    mock = Mock()
+    run(mock, Load(1), turns=3, requests=1)
+    _, one, two, three = (body["prompt"] for body in mock.bodies)
+    assert two[: len(one)] == one
+    assert three[: len(two)] == two
+    assert [len(one), len(two), len(three)] == [32, 64 + TOKENS, 96 + 2 * TOKENS]
+
+
+def test_a_turn_that_fails_ends_its_session():
+    made = run(Mock(fail_every=2), Load(1), turns=3, requests=4)
+    assert made.figures.unsent > 0
+    assert warned(made.figures, "later turns were not sent")
+
+
+def test_what_the_server_tells_is_in_the_description():
+    with serving(Mock()) as url:
+        target = Endpoint(url)
+        told = target.describe()
+        target.close()
+    assert (told.model, told.max_model_len, told.cache_tokens) == ("mock", 4096, 1600)
+
+
+def test_a_server_that_closes_after_each_answer_is_no_failure():
+    figures = run(Mock(keep_alive=False), requests=8).figures
+    assert not figures.failed
+
+
+def test_nobody_there_is_an_error_with_the_address():
+    with pytest.raises(ConfigError, match=r"no server answers at http://127.0.0.1:9"):
+        Endpoint("http://127.0.0.1:9")
