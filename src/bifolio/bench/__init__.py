@@ -1,1 +1,1 @@
-"""Speed and cost measured: of engines in process and of servers, against ceilings and each other."""
+"""Speed and cost measured: of engines and servers, against ceilings and against each other."""
