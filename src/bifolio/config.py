@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from bifolio.errors import ConfigError
 from bifolio.formats import PrecisionPlan
+
+PREFILL_CHUNK = 256
+"""Tokens of a step of a prefill worker, if nothing is asked for. Pages of one chunk travel while
+the next is computed: of a prompt of 2,048 tokens, seven eighths have left when it is done."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -57,15 +62,30 @@ class EngineConfig(_Frozen):
         if plan.prefill.cache != plan.decode.cache:
             raise ConfigError(
                 f"one process has one cache pool, so prefill cache={plan.prefill.cache} and decode "
-                f"cache={plan.decode.cache} cannot differ; give both the same"
+                f"cache={plan.decode.cache} cannot differ; give both the same, or each phase a "
+                "pool of its own with --pools 1p1d"
             )
         return plan
+
+
+class PoolsConfig(_Frozen):
+    """Workers of two pools on this host; those of prefill are configured as `ServerConfig.engine`.
+
+    `on_worker_loss`: whether requests of a lost worker are sent through again, or end as errors.
+    """
+
+    prefill_workers: int = Field(ge=1, le=64)
+    decode_workers: int = Field(ge=1, le=64)
+    decode: EngineConfig
+    transport: Literal["shm", "tcp"] = "shm"
+    on_worker_loss: Literal["recompute", "fail"] = "recompute"
 
 
 class ServerConfig(_Frozen):
     """Everything the HTTP front end needs."""
 
     engine: EngineConfig
+    pools: PoolsConfig | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: tuple[str, ...] = ()
@@ -90,10 +110,41 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
     merged |= {key: value for key, value in options.items() if value is not None}
     plan = PrecisionPlan.parse(*(_text(merged, key) for key in ("plan", "prefill", "decode")))
     engine = {key: merged.pop(key) for key in list(merged) if key in EngineConfig.model_fields}
+    pools = {key: merged.pop(key) for key in _POOL_KEYS if key in merged}
     try:
+        if "pools" in pools:
+            return ServerConfig(**_two_pools(plan, engine, **pools), **merged)
+        if pools:
+            raise ConfigError(f"{next(iter(pools))} is about two pools: give pools=1p1d, too")
         return ServerConfig(engine=EngineConfig(plan=plan, **engine), **merged)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
+
+
+_POOL_KEYS = ("pools", "transport", "on_worker_loss")
+
+
+def _two_pools(
+    plan: PrecisionPlan, engine: dict[str, Any], pools: Any, **options: Any
+) -> dict[str, Any]:
+    """Configurations of both pools: each worker knows the plan of its own phase alone."""
+    match = re.fullmatch(r"(\d+)p(\d+)d", pools) if isinstance(pools, str) else None
+    if match is None:
+        raise ConfigError(f"pools: {pools!r} is not like 1p1d (prefill and decode workers)")
+    workers = int(match[1]) + int(match[2])
+    if not engine.get("threads"):
+        engine = engine | {"threads": max(1, len(os.sched_getaffinity(0)) // max(1, workers))}
+    prefill, decode = (PrecisionPlan(side, side, plan.page_size) for side in plan.sides)
+    chunk = {"max_step_tokens": PREFILL_CHUNK} | engine
+    return {
+        "engine": EngineConfig(plan=prefill, **chunk),
+        "pools": PoolsConfig(
+            prefill_workers=int(match[1]),
+            decode_workers=int(match[2]),
+            decode=EngineConfig(plan=decode, **engine),
+            **options,
+        ),
+    }
 
 
 def _text(merged: dict[str, Any], key: str) -> str | None:
@@ -104,7 +155,8 @@ def _text(merged: dict[str, Any], key: str) -> str | None:
 
 
 def _explain(error: ValidationError) -> str:
-    known = sorted((set(EngineConfig.model_fields) | set(ServerConfig.model_fields)) - {"engine"})
+    fields = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS}
+    known = sorted(fields - {"engine"})
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])

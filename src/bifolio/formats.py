@@ -262,6 +262,11 @@ class PrecisionPlan:
         )
         return f"{pair} page={self.page_size}"
 
+    @property
+    def sides(self) -> tuple[PhasePlan, PhasePlan]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
     def phase(self, phase: Phase) -> PhasePlan:
         return self.prefill if phase is Phase.PREFILL else self.decode
 

@@ -111,6 +111,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. `cache_salt` names the tenant whose cached pages it may read.
 
+    Requests of one `session` are sent to the same prefill engine, where there are several.
     With a `route` the engine ends it after the first token, which it hands over with the pages.
     """
 
@@ -118,6 +119,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    session: str = ""
     route: Route | None = None
 
 
@@ -156,3 +158,5 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     error_code: ErrorCode | None = None
     cached_tokens: int = 0
     pages_checked: int = 0
+    worker: str = ""
+    """Which engines have worked on it, where there are several: `p0 → d1`."""

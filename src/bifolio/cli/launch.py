@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
@@ -25,9 +26,13 @@ from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig
 from bifolio.engine import logs
 from bifolio.engine.client import AsyncEngine
+from bifolio.engine.messages import Loading
 from bifolio.engine.text_files import TextSide, load_text_side
 from bifolio.errors import EngineDeadError
 from bifolio.models.source import ModelSource, resolve_source
+
+if TYPE_CHECKING:
+    from bifolio.disagg.router import PoolRouter
 
 log = structlog.get_logger("bifolio")
 
@@ -70,9 +75,17 @@ def _reporter(screen: Console) -> Reporter:
 
 def _localized(config: ServerConfig, source: ModelSource) -> ServerConfig:
     """The engine gets the path that was found; clients see what the user called the model."""
-    engine = config.engine.model_copy(update={"model": str(source.path)})
-    name = config.served_name or source.name
-    return config.model_copy(update={"engine": engine, "served_name": name})
+    found = {"model": str(source.path)}
+    pools = config.pools
+    if pools is not None:
+        pools = pools.model_copy(update={"decode": pools.decode.model_copy(update=found)})
+    return config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update=found),
+            "pools": pools,
+            "served_name": config.served_name or source.name,
+        }
+    )
 
 
 class _Run:
@@ -101,10 +114,7 @@ class _Run:
             loop.add_signal_handler(number, self._on_signal)
         with _reporter(self._screen) as report:
             report("starting the engine", 0, 0)
-            engine = AsyncEngine(
-                self._config.engine,
-                on_loading=lambda news: report(news.stage, news.done, news.total),
-            )
+            engine = client_of(self._config, lambda news: report(news.stage, news.done, news.total))
             text = await self._start(engine)
         try:
             await self._answer(engine, text)
@@ -115,7 +125,7 @@ class _Run:
     def _on_signal(self) -> None:
         self._stop()
 
-    async def _start(self, engine: AsyncEngine) -> TextSide:
+    async def _start(self, engine: AsyncEngine | PoolRouter) -> TextSide:
         """Start the engine and meanwhile read the tokenizer; if one fails, the other ends too."""
         starting = asyncio.create_task(engine.start())
         try:
@@ -128,7 +138,7 @@ class _Run:
             raise
         return text
 
-    async def _answer(self, engine: AsyncEngine, text: TextSide) -> None:
+    async def _answer(self, engine: AsyncEngine | PoolRouter, text: TextSide) -> None:
         from bifolio.serve.app import create_app
         from bifolio.serve.server import Server
 
@@ -143,7 +153,7 @@ class _Run:
         finally:
             watch.cancel()
 
-    def _announce(self, engine: AsyncEngine) -> None:
+    def _announce(self, engine: AsyncEngine | PoolRouter) -> None:
         summary = Summary.of(
             self._config,
             engine.hello,
@@ -161,7 +171,26 @@ class _Run:
             log.warning("whoever reaches this address can use it", cure="set BIFOLIO_API_KEY")
 
 
-async def _watch(engine: AsyncEngine) -> None:
+def client_of(
+    config: ServerConfig, on_loading: Callable[[Loading], None]
+) -> AsyncEngine | PoolRouter:
+    """One engine, or a router over two pools, not started."""
+    pools = config.pools
+    if pools is None:
+        return AsyncEngine(config.engine, on_loading=on_loading)
+    from bifolio.disagg.fleet import Fleet
+    from bifolio.disagg.router import PoolRouter
+
+    fleet = Fleet(
+        [config.engine] * pools.prefill_workers,
+        [pools.decode] * pools.decode_workers,
+        transport=pools.transport,
+        on_loading=on_loading,
+    )
+    return PoolRouter(fleet, on_loss=pools.on_worker_loss)
+
+
+async def _watch(engine: AsyncEngine | PoolRouter) -> None:
     """Log when the engine falls silent or ends, and when it is back."""
     healthy = True
     while True:

@@ -19,6 +19,20 @@ class Kernels(StrEnum):
     REFERENCE = "reference"
 
 
+class WorkerLoss(StrEnum):
+    """Choices of --on-worker-loss."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class Wire(StrEnum):
+    """Choices of --transport."""
+
+    SHM = "shm"
+    TCP = "tcp"
+
+
 class LogLevel(StrEnum):
     """Choices of --log-level."""
 
@@ -57,6 +71,24 @@ Prefill = Annotated[
 ]
 Decode = Annotated[
     str | None, _option(FORMATS, "Formats of decode, where they differ.", "--plan", "PLAN")
+]
+POOLS = "Two pools"
+Pools = Annotated[
+    str | None,
+    _option(
+        POOLS,
+        "Workers for prefill and for decode, each phase in its formats: 1p1d, 2p1d, …",
+        "one engine for both",
+        "NpMd",
+    ),
+]
+OnWorkerLoss = Annotated[
+    WorkerLoss | None,
+    _option(POOLS, "Requests of a lost worker: send them through again, or fail.", "recompute"),
+]
+PoolTransport = Annotated[
+    Wire | None,
+    _option(POOLS, "What pages travel by between workers.", "shm", None, "--transport"),
 ]
 KernelSet = Annotated[
     Kernels | None, _option(FORMATS, "auto takes native ones where this machine has them.", "auto")
@@ -143,6 +175,9 @@ def serve(
     plan: Plan = None,
     prefill: Prefill = None,
     decode: Decode = None,
+    pools: Pools = None,
+    on_worker_loss: OnWorkerLoss = None,
+    transport: PoolTransport = None,
     kernels: KernelSet = None,
     threads: Threads = None,
     cache_memory: CacheMemory = None,
@@ -172,6 +207,7 @@ def serve(
       bifolio serve smollm2-135m
       bifolio serve ./model.gguf --port 0 --cache-memory 4GiB
       bifolio serve smollm2-135m --plan int4:g32:a8/fp8 --max-model-len 4096
+      bifolio serve smollm2-135m --pools 1p1d --prefill fp8/bf16 --decode int4:g32/fp8
       bifolio serve Qwen/Qwen2.5-0.5B-Instruct --served-name qwen
       BIFOLIO_API_KEY=secret bifolio serve --config server.toml
     """
@@ -183,6 +219,9 @@ def serve(
         "plan": plan,
         "prefill": prefill,
         "decode": decode,
+        "pools": pools,
+        "on_worker_loss": on_worker_loss.value if on_worker_loss is not None else None,
+        "transport": transport.value if transport is not None else None,
         "kernels": kernels.value if kernels is not None else None,
         "threads": threads,
         "cache_memory": cache_memory,

@@ -13,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -126,6 +126,16 @@ class _Link(asyncio.Protocol):
         self._on_close()
 
 
+class WorkerView(NamedTuple):
+    """One of several engines, for metrics: `pool` is `prefill` or `decode`."""
+
+    name: str
+    pool: str
+    up: bool
+    restarts: int
+    stats: EngineStats
+
+
 class EngineClient(Protocol):
     """What a front end needs: one engine, or several that act as one."""
 
@@ -152,6 +162,9 @@ class EngineClient(Protocol):
 
     def abort_all(self, reason: str) -> None:
         """See `AsyncEngine.abort_all`."""
+
+    def workers(self) -> Sequence[WorkerView]:
+        """The engines that act as one; empty for one alone."""
 
     def check_health(self) -> None:
         """Raise EngineDeadError unless the loops have beaten lately."""
@@ -190,6 +203,7 @@ class AsyncEngine:
         self._last_words: Fatal | None = None
         self._beat_at = self._progress_at = 0.0
         self._stats = EngineStats()
+        self._closed = asyncio.Event()
         self.on_peer_news: Callable[[Listening | PeerNews], None] = lambda _news: None
         """Called with what the engine says of its connections to other engines."""
 
@@ -270,6 +284,20 @@ class AsyncEngine:
     def is_dead(self) -> bool:
         """The process has ended."""
         return self._dead is not None
+
+    async def wait_closed(self) -> str:
+        """Wait until the process has ended; why."""
+        await self._closed.wait()
+        return self._dead or ""
+
+    def kill(self) -> None:
+        """End a process that does not answer."""
+        if self._process is not None:
+            self._process.kill()
+
+    def workers(self) -> Sequence[WorkerView]:
+        """None: this is one engine."""
+        return ()
 
     @property
     def pid(self) -> int:
@@ -409,6 +437,7 @@ class AsyncEngine:
         self._stats = stats
 
     def _on_close(self) -> None:
+        self._closed.set()
         if self._dead is not None:
             return
         words = self._last_words

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import structlog
 
 from bifolio.config import EngineConfig
 from bifolio.core import CacheManager, Limits, PagePool, Scheduler, Step
-from bifolio.engine.messages import EngineStats, Hello
+from bifolio.engine.messages import EngineStats, HandoffStats, Hello
 from bifolio.engine.peers import Peers
 from bifolio.engine.scrub import Scrubber
 from bifolio.errors import ConfigError, RequestError
@@ -191,6 +192,19 @@ class Engine:
             seals_checked=seals.checked if seals else 0,
             seal_failures=seals.failures if seals else 0,
         )
+
+    def _with_handoff(self, handoff: HandoffStats) -> EngineStats:
+        return msgspec.structs.replace(Engine.stats(self), handoff=handoff)
+
+    @property
+    def model(self) -> str:
+        """What the configuration calls the model."""
+        return self._config.model
+
+    @property
+    def boot_epoch(self) -> int:
+        """A random number of this engine: the upper bits of the tags of its pages."""
+        return self._page_pool.epoch
 
     @property
     def peers(self) -> Peers | None:

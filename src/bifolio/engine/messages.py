@@ -148,10 +148,10 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Counters of hand-offs that this engine sent or received, since the start.
 
     `failed` counts by cause. `nbytes` are those of page records on the wire, failed attempts
-    included; `known_pages` were not sent, since the other side had them. `exposed_seconds` pass
-    between the end of a prompt and the admission of its request elsewhere, `span_seconds` between
-    the first page sent and that admission: one less their ratio is the share that was hidden.
-    `encode_seconds` went into checking, converting and digesting pages.
+    included; `known_pages` were not sent, since the other side had them; `hidden_pages` of those
+    sent left before their prompt was computed to its end. `exposed_seconds` pass between that and
+    the admission elsewhere. `encode_seconds` went into checking, converting and digesting pages.
+    `held_pages` are of `holds` transfers, `reserved_pages` set apart for `open` ones.
     """
 
     delivered: int = 0
@@ -159,12 +159,13 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     open: int = 0
     peers: int = 0
     pages: int = 0
+    hidden_pages: int = 0
     known_pages: int = 0
     nbytes: int = 0
     exposed_seconds: float = 0.0
-    span_seconds: float = 0.0
     encode_seconds: float = 0.0
     held_pages: int = 0
+    holds: int = 0
     reserved_pages: int = 0
     pages_lost: int = 0
 

@@ -68,7 +68,39 @@ def test_every_value_of_the_configuration_has_an_option() -> None:
     fields = {f"engine.{name}" for name in EngineConfig.model_fields}
     fields |= set(ServerConfig.model_fields) - {"engine"}
     covered = {path for _, path, _ in EVERY_OPTION.values()}
-    assert fields - covered == {"engine.model", "engine.plan", "max_request_bytes"}
+    assert fields - covered == {"engine.model", "engine.plan", "max_request_bytes", "pools"}
+
+
+def test_two_pools_give_each_phase_its_workers_and_its_formats(
+    launched: list[tuple[ServerConfig, dict[str, Any]]],
+) -> None:
+    options = ["--pools", "2p1d", "--prefill", "fp8/bf16", "--decode", "int4:g32/fp8"]
+    options += ["--on-worker-loss", "fail", "--transport", "tcp", "--threads", "3"]
+    assert serve("m", *options).exit_code == 0
+    config, pools = launched[0][0], launched[0][0].pools
+    assert pools is not None
+    assert (pools.prefill_workers, pools.decode_workers) == (2, 1)
+    assert (str(config.engine.plan), str(pools.decode.plan)) == (
+        "fp8/bf16 page=16",
+        "int4:g32/fp8 page=16",
+    )
+    assert (pools.on_worker_loss, pools.transport) == ("fail", "tcp")
+    assert config.engine.threads == pools.decode.threads == 3
+    assert (config.engine.max_step_tokens, pools.decode.max_step_tokens) == (256, 2048)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--pools", "p1d"], "not like 1p1d"),
+        (["--pools", "0p1d"], "prefill_workers"),
+        (["--on-worker-loss", "fail"], "give pools=1p1d"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(options: list[str], words: str) -> None:
+    result = serve("m", *options)
+    assert result.exit_code != 0
+    assert words in result.stderr
 
 
 def test_plans_of_both_phases_are_read(

@@ -1,0 +1,201 @@
+"""The engine of a decode pool: it goes on with requests whose prompts prefill engines computed.
+
+It has the weights and the cache format of decode alone, so it takes no prompt of its own unless
+prefill would have written the very same pages (`shares_writer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from bifolio.config import EngineConfig
+from bifolio.core.cache import PageTable
+from bifolio.disagg.decode import DecodeSide
+from bifolio.disagg.identity import hello_of
+from bifolio.disagg.link import Link, LinkState
+from bifolio.disagg.messages import Role
+from bifolio.disagg.pool_sink import PoolReservation, PoolSink
+from bifolio.disagg.prefill_engine import TIMING
+from bifolio.disagg.tally import ReceivedTally
+from bifolio.disagg.transport import Transport
+from bifolio.disagg.wires import Listener, listen
+from bifolio.engine.engine import Engine, Progress
+from bifolio.engine.messages import (
+    Connect,
+    Disconnect,
+    Drain,
+    EngineStats,
+    Listen,
+    Listening,
+    Outputs,
+    PeerNews,
+)
+from bifolio.errors import PairError, RequestError
+from bifolio.formats import Phase
+from bifolio.request import PrefillResult, Request
+from bifolio.runtime.runner import Tamper
+
+_BUSY_PATIENCE, _IDLE_PATIENCE = 0.005, 0.25
+
+
+class DecodePeers:
+    """Connections of prefill engines to a decode engine."""
+
+    def __init__(self, engine: DecodeEngine) -> None:
+        self._sink = engine.sink
+        self._record_bytes = engine.pool.spec.page_bytes
+        self._hello = hello_of(engine, Role.DECODE)
+        self._listener: Listener | None = None
+        self._secret = b""
+        self._sides: list[DecodeSide[PoolReservation]] = []
+        self._draining = False
+        self._news: list[Outputs | Listening | PeerNews] = []
+        self.tally = ReceivedTally()
+
+    @property
+    def patience(self) -> float:
+        """See `Peers.patience`."""
+        if self._news:
+            return 0.0
+        busy = any(side.open_transfers for side in self._sides)
+        return _BUSY_PATIENCE if busy else _IDLE_PATIENCE
+
+    def files(self) -> Iterable[int]:
+        """See `Peers.files`."""
+        files = [side.link.fileno() for side in self._sides]
+        files += [self._listener.fileno()] if self._listener is not None else []
+        return [file for file in files if file >= 0]
+
+    def take(self, message: Listen | Connect | Disconnect | Drain) -> None:
+        """See `Peers.take`."""
+        match message:
+            case Listen(where, secret):
+                assert self._listener is None, "an engine listens once"
+                self._secret = secret
+                address, self._listener = listen(where, secret)
+                self._news.append(Listening(address))
+            case Drain(on):
+                self._draining = on
+                for side in self._sides:
+                    side.draining = on
+            case _:
+                raise AssertionError(f"a decode engine is not told to {message!r}")
+
+    def connected(self, transport: Transport, secret: bytes) -> None:
+        """A prefill engine has made a connection."""
+        link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
+        side = DecodeSide(link, self._sink)
+        side.draining = self._draining
+        self._sides.append(side)
+
+    def attend(self) -> list[Outputs | Listening | PeerNews]:
+        """See `Peers.attend`."""
+        while self._listener is not None and (transport := self._listener.accept()) is not None:
+            self.connected(transport, self._secret)
+        for side in self._sides:
+            side.poll()
+        for side in [s for s in self._sides if s.link.state is LinkState.CLOSED]:
+            self.tally.closed(side.counts)
+            self._sides.remove(side)
+        news, self._news = self._news, []
+        return news
+
+    def abort(self, request_id: str) -> None:
+        """Stop the transfer of a request that is not admitted yet."""
+        for side in self._sides:
+            side.abort(request_id)
+
+    def close(self) -> None:
+        """End all connections."""
+        for side in self._sides:
+            side.link.close("the decode worker ends")
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def sides(self) -> list[DecodeSide[PoolReservation]]:
+        """Connections, ready or not."""
+        return self._sides
+
+
+class DecodeEngine(Engine):
+    """An engine that adopts requests."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress = lambda _stage, _done, _total: None,
+        tamper: Tamper | None = None,
+    ) -> None:
+        super().__init__(config, progress, tamper)
+        self._writer: int | None = None
+        self.sink = PoolSink(
+            self.scheduler.cache,
+            self.pool,
+            self.kernels.pages,
+            bind=self._bind,
+            check=self._check,
+            room=lambda request, pages: self.scheduler.has_room(_here(request), pages),
+            admit=self._adopt,
+        )
+        self.scheduler.reserved = self.sink
+        self._peers = DecodePeers(self)
+
+    @property
+    def peers(self) -> DecodePeers:
+        """Prefill engines that hand requests to this one."""
+        return self._peers
+
+    @property
+    def shares_writer(self) -> bool:
+        """Whether pages that prefill writes would be the same if this engine wrote them."""
+        return self._writer == self.writer(Phase.DECODE)
+
+    def _bind(self, writer: int) -> None:
+        """Keep the pages that arrive under the name of those who wrote them."""
+        if self._writer is None:
+            self.scheduler.change_writers(writer, self.writer(Phase.DECODE))
+            self._writer = writer
+        elif self._writer != writer:
+            raise PairError(
+                "another prefill worker is connected whose pages differ (other weights, format or "
+                "kernels); give all workers of a pool the same plan"
+            )
+
+    def _check(self, request: Request) -> None:
+        self._check_ids(request)
+        request.sampling.check(self.spec.vocab)
+
+    def _adopt(self, request: Request, table: PageTable, result: PrefillResult) -> None:
+        known = result.known
+        if not 0 <= result.token < self.spec.vocab or (known and known[0] != result.token):
+            text = (
+                f"prompt: prefill chose token {result.token}, which cannot be; known: {known[:1]}"
+            )
+            raise RequestError(text, param="prompt")
+        self.scheduler.adopt(_here(request), table, result)
+
+    def abort(self, request_id: str) -> None:
+        super().abort(request_id)
+        self._peers.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        sides = [side.counts for side in self._peers.sides]
+        return self._with_handoff(self._peers.tally.stats(self.scheduler.stats(), sides))
+
+    def close(self) -> None:
+        self._peers.close()
+        self.scheduler.reserved = None  # it calls this engine: a circle
+        del self._peers, self.sink
+        super().close()
+
+
+def create(config: EngineConfig, progress: Progress) -> DecodeEngine:
+    """The factory that the engine process calls."""
+    return DecodeEngine(config, progress)
+
+
+def _here(request: Request) -> Request:
+    return msgspec.structs.replace(request, route=None)

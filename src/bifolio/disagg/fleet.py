@@ -1,0 +1,328 @@
+"""Worker processes of both pools on one host: started, introduced, watched, replaced.
+
+A decode worker listens; every prefill worker connects to every decode worker. A process that ends,
+or whose loop stops beating, is replaced under its name: it loads anew, is introduced anew, and
+takes requests again. What it had is lost; the router sends those requests again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import structlog
+
+from bifolio.config import EngineConfig
+from bifolio.core.routing import PrefixIndex
+from bifolio.engine.client import AsyncEngine, WorkerView
+from bifolio.engine.messages import (
+    Connect,
+    Disconnect,
+    Drain,
+    EngineStats,
+    Listen,
+    Listening,
+    Loading,
+    PeerNews,
+)
+from bifolio.errors import BifolioError, ConfigError, EngineDeadError
+
+log = structlog.get_logger(__name__)
+
+PREFILL_FACTORY = "bifolio.disagg.prefill_engine:create"
+DECODE_FACTORY = "bifolio.disagg.decode_engine:create"
+
+WATCH_SECONDS = 0.25
+"""Between two looks at the heartbeats."""
+
+PAIR_SECONDS = 30.0
+"""From the start of all workers until one prefill worker must be connected to a decode worker."""
+
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.2, 10.0
+_LONG_LIFE = 30.0
+"""A worker that lived so long is replaced at once."""
+
+OnLoading = Callable[[Loading], None]
+
+
+class Member:
+    """A place for a worker process: its name and work stay, processes come and go."""
+
+    def __init__(self, name: str, pool: str, config: EngineConfig, factory: str) -> None:
+        self.name = name
+        self.pool = pool
+        self.config = config
+        self.factory = factory
+        self.engine: AsyncEngine | None = None
+        self.address = ""
+        """Decode: where it listens, once it does."""
+        self.peers: set[str] = set()
+        """Prefill: decode workers that it can hand requests to."""
+        self.draining = False
+        self.restarts = 0
+        self.tokens = 0
+        """Of requests that the router has sent and that have not left it: prompt tokens to compute
+        for a prefill worker, prompt and longest answer for a decode worker."""
+        self.promised = 0
+        """Decode: pages of requests sent that it does not hold yet."""
+        self.prefixes = PrefixIndex()
+
+    @property
+    def up(self) -> bool:
+        """Whether it beats and takes requests."""
+        if self.engine is None or self.draining:
+            return False
+        try:
+            self.engine.check_health()
+        except EngineDeadError:
+            return False
+        return True
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest heartbeat."""
+        return EngineStats() if self.engine is None else self.engine.stats
+
+    def view(self) -> WorkerView:
+        """For metrics."""
+        return WorkerView(self.name, self.pool, self.up, self.restarts, self.stats)
+
+
+class Fleet:
+    """All workers of both pools. `changed` is set whenever a pair may have come up."""
+
+    def __init__(
+        self,
+        prefill: Sequence[EngineConfig],
+        decode: Sequence[EngineConfig],
+        *,
+        transport: str = "shm",
+        factories: tuple[str, str] = (PREFILL_FACTORY, DECODE_FACTORY),
+        on_loading: OnLoading | None = None,
+    ) -> None:
+        self.prefill = [
+            Member(f"p{i}", "prefill", config, factories[0]) for i, config in enumerate(prefill)
+        ]
+        self.decode = [
+            Member(f"d{i}", "decode", config, factories[1]) for i, config in enumerate(decode)
+        ]
+        self.changed = asyncio.Event()
+        self._transport = transport
+        self._on_loading = on_loading
+        self._secret = secrets.token_bytes(32)
+        self._sockets: Path | None = None
+        self._boots = 0
+        self._watchers: list[asyncio.Task[None]] = []
+        self._refusal = ""
+
+    @property
+    def members(self) -> list[Member]:
+        """Prefill workers, then decode workers."""
+        return [*self.prefill, *self.decode]
+
+    def member(self, name: str) -> Member:
+        """By its name; ConfigError if there is none."""
+        for member in self.members:
+            if member.name == name:
+                return member
+        names = ", ".join(member.name for member in self.members)
+        raise ConfigError(f"there is no worker {name!r}; there are {names}")
+
+    def partners(self, prefill: Member) -> list[Member]:
+        """Decode workers that a prefill worker can hand a request to now."""
+        if not prefill.up:
+            return []
+        return [member for member in self.decode if member.name in prefill.peers and member.up]
+
+    # ── start and stop ───────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Start all workers; the error of one that cannot start, or ConfigError if no pair fits."""
+        self._sockets = Path(tempfile.mkdtemp(prefix="bifolio-"))
+        try:
+            starts = [asyncio.create_task(self._boot(member)) for member in self.members]
+            try:
+                await asyncio.gather(*starts)
+                await self._first_pair()
+            finally:
+                for start in starts:
+                    start.cancel()
+                await asyncio.gather(*starts, return_exceptions=True)
+        except BaseException:
+            await self.stop()
+            raise
+        self._watchers = [asyncio.create_task(self._watch(member)) for member in self.members]
+
+    async def _first_pair(self) -> None:
+        deadline = time.monotonic() + PAIR_SECONDS
+        while not any(self.partners(member) for member in self.prefill):
+            if self._refusal:
+                raise ConfigError(f"the pools cannot work together: {self._refusal}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineDeadError("no prefill worker could connect to a decode worker")
+            self.changed.clear()
+            try:
+                await asyncio.wait_for(self.changed.wait(), min(left, WATCH_SECONDS))
+            except TimeoutError:
+                continue
+
+    async def stop(self) -> None:
+        """End all processes."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        engines = [member.engine for member in self.members if member.engine is not None]
+        await asyncio.gather(*(engine.stop() for engine in engines))
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _boot(self, member: Member) -> None:
+        """Start a process for a member and introduce it to the others."""
+        on_loading = self._on_loading
+        engine = AsyncEngine(
+            member.config,
+            factory=member.factory,
+            on_loading=None
+            if on_loading is None
+            else lambda news: on_loading(
+                Loading(f"{member.name} {news.stage}", news.done, news.total)
+            ),
+        )
+        engine.on_peer_news = lambda news: self._on_news(member, engine, news)
+        try:
+            await engine.start()
+        except BaseException:
+            await engine.stop()
+            raise
+        member.engine = engine
+        member.peers, member.address = set(), ""
+        member.prefixes.clear()
+        self._boots += 1
+        if member.pool == "decode":
+            engine.tell(Listen(self._where(member), self._secret))
+        else:
+            for other in self.decode:
+                if other.address:
+                    engine.tell(Connect(other.name, other.address, self._secret))
+
+    def _where(self, member: Member) -> str:
+        if self._transport == "tcp":
+            return "tcp:127.0.0.1:0"
+        assert self._sockets is not None
+        return f"shm:{self._sockets / f'{member.name}-{self._boots}'}"
+
+    def _on_news(self, member: Member, engine: AsyncEngine, news: Listening | PeerNews) -> None:
+        if engine is not member.engine:
+            return
+        match news:
+            case Listening(address):
+                member.address = address
+                for other in self.prefill:
+                    if other.engine is not None:
+                        other.engine.tell(Connect(member.name, address, self._secret))
+            case PeerNews(name, ready, refused, reason):
+                if ready:
+                    member.peers.add(name)
+                    log.info("connected", prefill=member.name, decode=name)
+                else:
+                    member.peers.discard(name)
+                    log.warning("disconnected", prefill=member.name, decode=name, reason=reason)
+                    self._reconnect(member, name, refused)
+                if refused:
+                    self._refusal = f"{member.name} and {name}: {reason}"
+        self.changed.set()
+
+    def _reconnect(self, prefill: Member, name: str, refused: bool) -> None:
+        """A connection between two living workers was lost: make it again in a moment."""
+        address = self.member(name).address
+        engine = prefill.engine
+        if refused or not address or engine is None:
+            return
+
+        def again() -> None:
+            same = prefill.engine is engine and self.member(name).address == address
+            if same and name not in prefill.peers:
+                engine.tell(Connect(name, address, self._secret))
+
+        asyncio.get_running_loop().call_later(_FIRST_BACKOFF, again)
+
+    # ── watching and replacing ───────────────────────────────────────────────────────────────
+
+    async def _watch(self, member: Member) -> None:
+        """Replace the process of a member whenever it ends or falls silent."""
+        backoff = _FIRST_BACKOFF
+        while True:
+            engine, began = member.engine, time.monotonic()
+            assert engine is not None
+            reason = await self._until_lost(engine)
+            log.error("worker lost", worker=member.name, reason=reason)
+            await self._retire(member, engine)
+            if time.monotonic() - began > _LONG_LIFE:
+                backoff = _FIRST_BACKOFF
+            while member.engine is None:
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, _LAST_BACKOFF)
+                try:
+                    await self._boot(member)
+                except BifolioError as error:
+                    log.error("worker cannot start", worker=member.name, reason=str(error))
+            member.restarts += 1
+            log.info("worker replaced", worker=member.name)
+
+    async def _until_lost(self, engine: AsyncEngine) -> str:
+        closed = asyncio.create_task(engine.wait_closed())
+        try:
+            while True:
+                await asyncio.wait({closed}, timeout=WATCH_SECONDS)
+                if closed.done():
+                    return closed.result()
+                try:
+                    engine.check_health()
+                except EngineDeadError as error:
+                    engine.kill()
+                    return str(error)
+        finally:
+            closed.cancel()
+
+    async def _retire(self, member: Member, engine: AsyncEngine) -> None:
+        """A member has no process: nobody is sent to it, and nobody keeps connections to it."""
+        member.engine, member.address, member.peers = None, "", set()
+        if member.pool == "decode":
+            for other in self.prefill:
+                if other.engine is not None:
+                    other.engine.tell(Disconnect(member.name))
+                other.peers.discard(member.name)
+        await engine.stop()
+
+    async def replace(self, name: str, *, patience: float = 600.0) -> None:
+        """Let a worker finish what it has, end it, and start another in its place.
+
+        Requests that have not ended after `patience` seconds are sent through again elsewhere.
+        """
+        member = self.member(name)
+        engine = member.engine
+        if engine is None:
+            return  # it is being replaced already
+        member.draining = True
+        try:
+            if member.pool == "decode":
+                engine.tell(Drain(on=True))
+            deadline = time.monotonic() + patience
+            while engine.open_requests and time.monotonic() < deadline and not engine.is_dead:
+                await asyncio.sleep(0.02)
+            await engine.stop()  # its watcher starts the next
+            while member.engine is None or member.engine is engine:
+                await asyncio.sleep(0.02)
+        finally:
+            member.draining = False
+            self.changed.set()
+
+    def ups(self, members: Collection[Member]) -> int:
+        """How many of them are up."""
+        return sum(member.up for member in members)

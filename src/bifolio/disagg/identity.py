@@ -1,0 +1,65 @@
+"""What a worker says of itself in the handshake: which model, which pages."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+from bifolio.disagg.handshake import page_shape
+from bifolio.disagg.messages import PROTOCOL_VERSION, Hello, ModelPrint, Role
+from bifolio.engine.engine import Engine
+from bifolio.formats import Phase
+from bifolio.models.source import ModelSource, resolve_source
+
+REGION = "local"
+"""Region of workers that one launcher starts on one host."""
+
+STAGING_BYTES = 64 * 2**20
+"""Memory of the staging area of one connection; at least MIN_SLOTS records."""
+
+MIN_SLOTS, MAX_SLOTS = 8, 4096
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def hello_of(engine: Engine, role: Role) -> Hello:
+    """The Hello of an engine that serves one half of its requests' lives."""
+    spec = engine.pool.spec
+    slots = min(max(STAGING_BYTES // spec.page_bytes, MIN_SLOTS), MAX_SLOTS)
+    return Hello(
+        version=PROTOCOL_VERSION,
+        role=role,
+        nonce=b"",
+        boot_epoch=engine.boot_epoch,
+        region=REGION,
+        model=model_print(resolve_source(engine.model), engine.models.identity),
+        page=page_shape(spec),
+        writer=engine.writer(Phase.PREFILL) if role is Role.PREFILL else 0,
+        slots=slots if role is Role.DECODE else 0,
+        max_tokens=engine.max_model_len,
+    )
+
+
+def model_print(source: ModelSource, weights: str) -> ModelPrint:
+    """Digests of a model's shape and tokenizer beside that of its weights (`models.identity`)."""
+    shape = replace(source.spec, stop_ids=())
+    return ModelPrint(
+        config=hashlib.sha256(repr(shape).encode()).hexdigest(),
+        tokenizer=_tokenizer_digest(source),
+        weights=weights,
+    )
+
+
+def _tokenizer_digest(source: ModelSource) -> str:
+    digest = hashlib.sha256()
+    if source.is_gguf:
+        for key in sorted(source.gguf.metadata):
+            if key.startswith("tokenizer."):
+                digest.update(f"{key}={source.gguf.metadata[key]!r}\n".encode())
+        return digest.hexdigest()
+    for name in _TOKENIZER_FILES:
+        path = Path(source.path, name)
+        digest.update(name.encode())
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()

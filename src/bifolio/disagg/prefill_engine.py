@@ -1,0 +1,294 @@
+"""The engine of a prefill pool: it computes prompts and hands them to decode engines.
+
+A request with a route is offered to that decode engine when its first chunk is planned; full pages
+leave between the steps, while later chunks are computed. After the first token it ends here, and
+the front end hears of it (`FinishReason.HANDOFF`) once the decode engine has admitted it. What ends
+with its first token never travels. A hand-off that fails ends the request with HANDOFF_FAILED;
+whether it is sent again, and where, is the router's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from bifolio.config import EngineConfig
+from bifolio.core import Step
+from bifolio.disagg.identity import hello_of
+from bifolio.disagg.kernels import hand_off_kernels
+from bifolio.disagg.link import Link, LinkState
+from bifolio.disagg.messages import Cause, Role
+from bifolio.disagg.policy import Timing
+from bifolio.disagg.pool_source import PoolSource
+from bifolio.disagg.prefill import Delivered, Event, Failed, PrefillSide
+from bifolio.disagg.tally import SentTally, TimedSource
+from bifolio.disagg.transport import Transport
+from bifolio.disagg.wires import Dialer
+from bifolio.engine.engine import Engine, Progress
+from bifolio.engine.messages import (
+    Connect,
+    Disconnect,
+    Drain,
+    EngineStats,
+    Listen,
+    Listening,
+    Outputs,
+    PeerNews,
+)
+from bifolio.request import ErrorCode, FinishReason, Output, PrefillResult, Request
+from bifolio.runtime.runner import Tamper
+
+log = structlog.get_logger(__name__)
+
+TIMING = Timing(silence=60.0, stall=30.0)
+"""For engines whose steps may take seconds: beats are sent between them."""
+
+HOLD_SECONDS = 120.0
+"""A hold that no transfer has accounted for so long is a mistake of ours: it ends, with a log."""
+
+_BUSY_PATIENCE, _IDLE_PATIENCE = 0.005, 0.25
+
+
+@dataclass(slots=True)
+class _Routed:
+    """A request on its way through here."""
+
+    request: Request
+    side: PrefillSide
+    offered: bool = False
+
+
+class PrefillPeers:
+    """Connections of a prefill engine to decode engines, by their names."""
+
+    def __init__(self, engine: PrefillEngine) -> None:
+        self._scheduler = engine.scheduler
+        self._dial = Dialer()
+        self.tally = SentTally()
+        kernels = hand_off_kernels(engine.kernels)
+        source = PoolSource(engine.pool, kernels, integrity=engine.runner.seals is not None)
+        self._source = TimedSource(source, self.tally)
+        self._hello = hello_of(engine, Role.PREFILL)
+        self._record_bytes = engine.pool.spec.page_bytes
+        self._sides: dict[str, PrefillSide] = {}
+        self._announced: set[str] = set()
+        self._routed: dict[str, _Routed] = {}
+        self._news: list[Output] = []
+        self._lost: list[PeerNews] = []
+
+    # ── connections ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def patience(self) -> float:
+        """See `Peers.patience`."""
+        if self._news or self._lost:
+            return 0.0
+        return _BUSY_PATIENCE if self._routed else _IDLE_PATIENCE
+
+    def files(self) -> Iterable[int]:
+        """See `Peers.files`."""
+        files = (side.link.fileno() for side in self._sides.values())
+        return [file for file in files if file >= 0]
+
+    def take(self, message: Listen | Connect | Disconnect | Drain) -> None:
+        """See `Peers.take`."""
+        match message:
+            case Connect(name, address, secret):
+                try:
+                    self.connect(name, self._dial(address, secret), secret)
+                except ConnectionError as error:
+                    self._lost.append(PeerNews(name, ready=False, reason=str(error)))
+            case Disconnect(name) if name in self._sides:
+                self._sides[name].link.close("the decode worker is not to be used any more")
+            case Disconnect():
+                pass
+            case _:
+                raise AssertionError(f"a prefill engine is not told to {message!r}")
+
+    def connect(self, name: str, transport: Transport, secret: bytes) -> None:
+        """Open a connection; a former one of that name ends."""
+        former = self._sides.get(name)
+        if former is not None:
+            former.link.close("there is a new connection to this worker")
+            self._lost += self._poll(name, former)
+        link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
+        self._sides[name] = PrefillSide(link, self._source)
+
+    def attend(self) -> list[Outputs | Listening | PeerNews]:
+        """See `Peers.attend`."""
+        news: list[Outputs | Listening | PeerNews] = [*self._lost]
+        self._lost = []
+        for name, side in list(self._sides.items()):
+            news += self._poll(name, side)
+        self._watch_holds()
+        if self._news:
+            news.append(Outputs(self._news))
+            self._news = []
+        return news
+
+    def _poll(self, name: str, side: PrefillSide) -> list[PeerNews]:
+        for event in side.poll():
+            self._end(event)
+        news = []
+        if side.ready and name not in self._announced:
+            self._announced.add(name)
+            news.append(PeerNews(name, ready=True))
+        if side.link.state is LinkState.CLOSED:
+            reason = side.link.reason
+            for request_id in [i for i, r in self._routed.items() if r.side is side]:
+                self._end(Failed(request_id, Cause.PEER_LOST, reason))
+            self._announced.discard(name)
+            del self._sides[name]
+            news.append(PeerNews(name, ready=False, refused=side.link.refused, reason=reason))
+        self.tally.open, self.tally.peers = len(self._routed), len(self._announced)
+        return news
+
+    def _watch_holds(self) -> None:
+        holds = self._scheduler.holds
+        for request_id, routed in self._routed.items():
+            if not routed.offered or routed.side.owns(request_id):
+                holds.renew(request_id)
+        for owner in holds.expired():
+            log.error("a hold was forgotten", request=owner)
+            self.abort(owner)
+            self._scheduler.release(owner)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────
+
+    def route(self, request: Request) -> bool:
+        """Keep the pages of a request that was added until its hand-off is over."""
+        assert request.route is not None
+        side = self._sides.get(request.route.decode)
+        if side is None or not side.ready:
+            return False
+        self._scheduler.holds.open(request.id, HOLD_SECONDS)
+        self._routed[request.id] = _Routed(request, side)
+        return True
+
+    def refuse(self, request: Request) -> None:
+        """Tell the front end that the decode engine of a request is not connected."""
+        assert request.route is not None
+        text = f"there is no connection to {request.route.decode}"
+        self._news.append(_failure(request.id, Failed(request.id, Cause.PEER_LOST, text)))
+
+    def planned(self, step: Step) -> None:
+        """Offer what a step is about to begin."""
+        for row in step.rows:
+            routed = self._routed.get(row.request_id)
+            if routed is not None and not routed.offered:
+                table = self._scheduler.table(row.request_id)
+                assert table is not None
+                routed.offered = True
+                routed.side.offer(routed.request, table, math.inf)
+
+    def stepped(self, outputs: Sequence[Output]) -> list[Output]:
+        """Report how far prompts are; the outputs of a step that are for the front end."""
+        for request_id, routed in self._routed.items():
+            table = self._scheduler.table(request_id)
+            if routed.offered and table is not None:
+                routed.side.computed(request_id, table.computed)
+        return [output for output in outputs if not self._swallow(output)]
+
+    def _swallow(self, output: Output) -> bool:
+        routed = self._routed.get(output.id)
+        if routed is None or output.finish is None:
+            return False
+        if output.finish is not FinishReason.HANDOFF:
+            self.abort(output.id)
+            return False
+        route = routed.request.route
+        assert route is not None
+        result = PrefillResult(
+            token=output.tokens[0],
+            logprobs=output.logprobs[0] if output.logprobs else None,
+            prompt_logprobs=output.prompt_logprobs,
+            cached_tokens=output.cached_tokens,
+            pages_checked=output.pages_checked,
+            known=route.known,
+        )
+        routed.side.finish(output.id, result)
+        return True
+
+    def close(self) -> None:
+        """End all connections."""
+        for side in self._sides.values():
+            side.link.close("the prefill worker ends")
+        self._dial.close()
+
+    def abort(self, request_id: str) -> None:
+        """A request is over here, whatever becomes of it: stop its transfer, free its pages."""
+        routed = self._routed.pop(request_id, None)
+        if routed is not None:
+            routed.side.abort(request_id)
+            self._scheduler.release(request_id)
+
+    def _end(self, event: Event) -> None:
+        """A transfer is over: let go of the pages and tell the front end."""
+        if self._routed.pop(event.request_id, None) is None:
+            return
+        self._scheduler.abort(event.request_id)
+        self._scheduler.release(event.request_id)
+        self.tally.count(event)
+        if isinstance(event, Delivered):
+            self._news.append(Output(id=event.request_id, finish=FinishReason.HANDOFF))
+            return
+        log.warning("hand-off failed", request=event.request_id, cause=event.cause)
+        if event.fault is not None:
+            self._scheduler.cache.quarantine(event.fault.page)
+        self._news.append(_failure(event.request_id, event))
+
+
+class PrefillEngine(Engine):
+    """An engine whose requests may go on elsewhere."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress = lambda _stage, _done, _total: None,
+        tamper: Tamper | None = None,
+    ) -> None:
+        super().__init__(config, progress, tamper)
+        self._peers = PrefillPeers(self)
+
+    @property
+    def peers(self) -> PrefillPeers:
+        """Decode engines that this one hands requests to."""
+        return self._peers
+
+    def add(self, request: Request) -> None:
+        """Put a request in line; without its decode engine it ends at once, as failed."""
+        super().add(request)
+        if request.route is not None and not self._peers.route(request):
+            super().abort(request.id)
+            self._peers.refuse(request)
+
+    def abort(self, request_id: str) -> None:
+        super().abort(request_id)
+        self._peers.abort(request_id)
+
+    def _planned(self, step: Step) -> None:
+        self._peers.planned(step)
+
+    def step(self) -> list[Output]:
+        return self._peers.stepped(super().step())
+
+    def close(self) -> None:
+        self._peers.close()
+        super().close()
+
+    def stats(self) -> EngineStats:
+        return self._with_handoff(self._peers.tally.stats(self.scheduler.stats()))
+
+
+def create(config: EngineConfig, progress: Progress) -> PrefillEngine:
+    """The factory that the engine process calls."""
+    return PrefillEngine(config, progress)
+
+
+def _failure(request_id: str, event: Failed) -> Output:
+    code = ErrorCode.HANDOFF_FAILED if event.recomputable else ErrorCode.INTERNAL
+    text = f"the hand-off failed ({event.cause}): {event.message}"
+    return Output(id=request_id, finish=FinishReason.ERROR, error=text, error_code=code)

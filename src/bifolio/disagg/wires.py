@@ -1,0 +1,79 @@
+"""How workers find each other: an address as text, and the transport that stands behind it.
+
+shm:PATH        a Unix socket at PATH, records in shared memory: processes of one host
+tcp:HOST:PORT   TCP streams; port 0 of a listener takes any free one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from bifolio.disagg.shared_memory import SharedMemoryListener, connect_shared_memory
+from bifolio.disagg.tcp import Network
+from bifolio.disagg.transport import Transport
+from bifolio.errors import ConfigError
+
+Dial = Callable[[str, bytes], Transport]
+"""Connects to an address, knowing a secret; ConnectionError if nobody is there."""
+
+
+class Listener(Protocol):
+    """Where a decode worker takes connections. No call blocks."""
+
+    def accept(self) -> Transport | None:
+        """The next connection, if one waits."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when a connection waits."""
+        ...
+
+    def close(self) -> None:
+        """Take no more connections."""
+        ...
+
+
+def listen(where: str, secret: bytes) -> tuple[str, Listener]:
+    """Listen at an address; what to dial for it. ConfigError if that cannot be."""
+    kind, place = _parts(where)
+    if kind == "shm":
+        return where, SharedMemoryListener(Path(place))
+    network = Network(secret)
+    host, port = _host_port(place)
+    return f"tcp:{host}:{network.listen(host, port)}", network
+
+
+class Dialer:
+    """Connects to addresses; keeps the one thread that all TCP connections share."""
+
+    def __init__(self) -> None:
+        self._networks: dict[bytes, Network] = {}
+
+    def __call__(self, address: str, secret: bytes) -> Transport:
+        kind, place = _parts(address)
+        if kind == "shm":
+            return connect_shared_memory(Path(place))
+        if secret not in self._networks:
+            self._networks[secret] = Network(secret)
+        return self._networks[secret].connect(*_host_port(place))
+
+    def close(self) -> None:
+        """End all TCP connections."""
+        for network in self._networks.values():
+            network.close()
+
+
+def _parts(address: str) -> tuple[str, str]:
+    kind, _, place = address.partition(":")
+    if kind not in ("shm", "tcp") or not place:
+        raise ConfigError(f"{address!r} is no address; write shm:PATH or tcp:HOST:PORT")
+    return kind, place
+
+
+def _host_port(place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"tcp:{place} is no address; write tcp:HOST:PORT")
+    return host, int(port)
