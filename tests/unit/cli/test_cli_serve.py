@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from bifolio.cli import launch
 from bifolio.cli.main import app
-from bifolio.config import EngineConfig, ServerConfig
+from bifolio.config import EngineConfig, PoolsConfig, ServerConfig
 
 
 @pytest.fixture
@@ -182,7 +182,9 @@ def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
                 assert text == "1GiB"
             case "integrity" | "prefix_cache":
                 assert (real[name], text) == (True, "on")
-            case "prefill" | "decode" | "served_name" | "chat_template":
+            case "prefill" | "decode" | "served_name" | "chat_template" | "pools":
                 assert not real.get(name)
+            case "on_worker_loss" | "transport":
+                assert PoolsConfig.model_fields[name].default == text
             case _:
                 assert str(real[name]).removesuffix(".0") == text
