@@ -1,0 +1,163 @@
+"""Quality of the small trained model under many plans, in one table.
+
+    python tools/quality_table.py tests/models/tiny --out docs/results/tiny
+
+A row is a plan, or `PLAN@FOLDER` for a checkpoint of the same model in another form (as
+`bifolio compress` and `bifolio calibrate` write them). Every row is asked the same held-out
+questions (`tiny_tasks.py`, by seed) through bifolio's own engine. A cell is the share of answers
+that are right to the last character; beside it stand KL(reference || plan) in nats and the share of
+equal top tokens, over the tokens of the right answers. Writes `quality.md` and `quality.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bifolio.engine.logs import configure
+from bifolio.evals.answers import Prompted, ask, prompted
+from bifolio.evals.distance import Distance, measure
+from bifolio.evals.items import Item, Task, judge_exact
+from bifolio.evals.results import processor, side
+from bifolio.evals.subject import Setup, Subject, Texts
+from tiny_tasks import held_question
+
+PLANS = (
+    "bf16/bf16",
+    "bf16/fp8",
+    "bf16/fp8:token",
+    "fp8/bf16",
+    "fp8/fp8:token",
+    "int8/bf16",
+    "int8:a8/bf16",
+    "int4:g32/bf16",
+    "int4:g32/fp8:token",
+    "int4:g128/bf16",
+)
+ANSWER_TOKENS = {"copy": 40, "kv": 12, "sums": 8, "words": 96, "tools": 192}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan: exact match by task, and its distance to the reference."""
+
+    plan: str
+    side: dict[str, Any]
+    exact: dict[str, float]
+    distance: Distance | None
+
+
+def held_tasks(items: int, lengths: Sequence[int], seed: int) -> list[Task]:
+    """The held-out questions: copying and retrieval at each length, the other tasks once."""
+    names = [(task, length) for task in ("copy", "kv") for length in lengths]
+    names += [("sums", 0), ("words", 0), ("tools", 0)]
+    return [_task(task, length, items, seed) for task, length in names]
+
+
+def _task(task: str, length: int, items: int, seed: int) -> Task:
+    draw = random.Random(f"{seed}/{task}/{length}")
+    name = f"{task}@{length}" if length else task
+    turns = [held_question(task, draw, length)[0] for _ in range(items)]
+    return Task(
+        name=name,
+        items=tuple(Item(f"{name}-{i}", turn.user, turn.answer) for i, turn in enumerate(turns)),
+        judge=judge_exact,
+        source=f"tiny_tasks, seed {seed}",
+        max_tokens=ANSWER_TOKENS[task],
+        stop=(),
+        scored=False,
+    )
+
+
+def score(subject: Subject, texts: Texts, prompts: Sequence[Prompted]) -> dict[str, float]:
+    """Exact match of each task."""
+    found = {}
+    for one in prompts:
+        answers = ask(one, subject, texts)
+        found[one.task.name] = sum(answer.correct for answer in answers) / len(answers)
+    return found
+
+
+def _answer_texts(texts: Texts, prompts: Sequence[Prompted]) -> list[tuple[list[int], list[int]]]:
+    """Prompt and right answer, in ids, of every question."""
+    end = min(texts.source.spec.stop_ids)
+    return [
+        (list(ids), [*texts.side.tokenizer.encode(item.expected), end])
+        for one in prompts
+        for item, ids in zip(one.items, one.prompt_ids, strict=True)
+    ]
+
+
+def rows(model: str, plans: Sequence[str], tasks: Sequence[Task], threads: int) -> list[Row]:
+    """One row for each plan; the first is the reference."""
+    texts = Texts(model)
+    prompts = [prompted(task, texts, texts.source.spec.max_position, chat=True) for task in tasks]
+    answers = _answer_texts(texts, prompts)
+    tokens = max(one.tokens for one in prompts)
+    base = Subject(Setup(model, plans[0], threads=threads), texts, tokens)
+    found = [Row(plans[0], side(base), score(base, texts, prompts), None)]
+    for plan in plans[1:]:
+        print(plan, file=sys.stderr, flush=True)
+        spelled, _, folder = plan.partition("@")
+        setup = Setup(folder or model, spelled, threads=threads)
+        subject = Subject(setup, Texts(setup.model), tokens)
+        exact = score(subject, texts, prompts)
+        distance = measure(base.forced(), subject.forced(), answers)
+        found.append(Row(plan, side(subject), exact, distance))
+    return found
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """The table."""
+    names = list(found[0].exact)
+    head = ["plan", *names, "KL", "KL p99", "same top token"]
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for row in found:
+        cells = [f"`{row.plan}`", *(f"{row.exact[name]:.1%}" for name in names)]
+        if row.distance is None:
+            cells += ["", "", ""]
+        else:
+            distance = row.distance
+            cells += [f"{distance.kl:.5f}", f"{distance.kl_p99:.4f}", f"{distance.top1:.2%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Read the options, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="the trained model's folder")
+    parser.add_argument("--plan", action="append", help="PLAN or PLAN@FOLDER; may be repeated")
+    parser.add_argument("--also", action="append", default=[], help="a row beside the usual ones")
+    parser.add_argument("--items", type=int, default=200, help="questions per task and length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    configure("warning")
+    plans = [*(arguments.plan or PLANS), *arguments.also]
+    tasks = held_tasks(arguments.items, arguments.lengths, arguments.seed)
+    found = rows(arguments.model, plans, tasks, arguments.threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    table = markdown(found)
+    (arguments.out / "quality.md").write_text(table)
+    settings = {"items": arguments.items, "seed": arguments.seed, "reference": plans[0]}
+    document = {
+        "command": ["python", *sys.argv],
+        "processor": processor(),
+        **settings,
+        "rows": [asdict(row) for row in found],
+    }
+    (arguments.out / "quality.json").write_text(json.dumps(document, indent=1) + "\n")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
