@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from bifolio import __version__
 from bifolio.cli import bench
 from bifolio.cli.chat import chat
+from bifolio.cli.compress import compress
 from bifolio.cli.console import ERROR_PREFIX
 from bifolio.cli.doctor import doctor
 from bifolio.cli.eval import app as eval_app
@@ -77,6 +78,7 @@ app.command()(chat)
 app.command()(plan)
 app.add_typer(eval_app)
 app.add_typer(bench.app)
+app.command()(compress)
 app.command()(doctor)
 
 

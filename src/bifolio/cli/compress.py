@@ -1,0 +1,104 @@
+"""`bifolio compress`: one checkpoint into a smaller one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bifolio.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bifolio.cli.progress import Reporter
+    from bifolio.compress.recipe import Recipe
+    from bifolio.compress.report import Report
+
+
+def compress(
+    source: Annotated[
+        str, typer.Argument(help="A folder or hub id as for serve; with --dry-run a preset too.")
+    ],
+    target: Annotated[Path | None, typer.Argument(help="A new folder for the result.")] = None,
+    weights: Annotated[str, typer.Option(help="int4:g32 (:g64, :g128, :z), int8, fp8, …")] = (
+        "int4:g32"
+    ),
+    method: Annotated[str, typer.Option(help="rtn, gptq or awq.")] = "rtn",
+    only: Annotated[
+        str | None, typer.Option(help="experts: leave all but routed experts as they are.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Modules to leave, such as '*.down_proj'; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Turn a checkpoint in bf16 or block-fp8 into a smaller one that other engines load.
+
+    A killed run goes on where it was when the same command is given again.
+
+    [bold]Examples[/]
+
+      bifolio compress ./model ./model-int4 --weights int4:g32
+      bifolio compress kimi-k2.6 --weights int4:g32 --only experts --dry-run
+    """
+    recipe = _recipe(weights, method, only, keep or [])
+    if dry_run:
+        report = _forecast(source, recipe)
+    elif target is None:
+        raise ConfigError("name the folder for the result, or ask for --dry-run")
+    else:
+        report = _compress(source, target, recipe)
+    if as_json:
+        print(json.dumps(report.as_json()))
+        return
+    from rich.console import Console
+
+    from bifolio.cli.compress_tables import print_report
+
+    print_report(report, Console())
+
+
+def _recipe(weights: str, method: str, only: str | None, keep: list[str]) -> Recipe:
+    from bifolio.compress.recipe import Method, Only, Recipe
+    from bifolio.formats import WeightFormat
+
+    if method not in list(Method):
+        raise ConfigError(f"--method {method} is not known; methods: {', '.join(Method)}")
+    if only is not None and only not in list(Only):
+        raise ConfigError(f"--only {only} is not known; it can be {', '.join(Only)}")
+    return Recipe(
+        WeightFormat.parse(weights), Method(method), Only(only) if only else None, tuple(keep)
+    )
+
+
+def _forecast(source: str, recipe: Recipe) -> Report:
+    from bifolio.cli.plan_model import find_model
+    from bifolio.compress.forecast import forecast
+
+    model = find_model(source)
+    return forecast(model.spec, model.stored, recipe)
+
+
+def _compress(source: str, target: Path, recipe: Recipe) -> Report:
+    from bifolio.compress.job import Job, RoundToNearest
+    from bifolio.compress.source import SourceModel
+    from bifolio.models.source import resolve_source
+
+    with _reporter() as report:
+        model = SourceModel(resolve_source(source, report))
+        return Job(model, target, recipe, RoundToNearest(model, recipe)).run(report)
+
+
+def _reporter() -> Reporter:
+    import structlog
+    from rich.console import Console
+
+    from bifolio.cli.progress import Bars, LogLines
+
+    screen = Console(stderr=True)
+    if screen.is_terminal:
+        return Bars(screen)
+    return LogLines(structlog.wrap_logger(structlog.PrintLogger(sys.stderr)).info)

@@ -1,0 +1,109 @@
+"""The checkpoint to be compressed: read strictly, tensor by tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bifolio.compress.layout import Held
+from bifolio.errors import ConfigError
+from bifolio.kernels.decode import decode
+from bifolio.kernels.tensor import QuantTensor
+from bifolio.models.checkpoint import check_tensors, identity
+from bifolio.models.families import FAMILIES
+from bifolio.models.quantization import read_quantization
+from bifolio.models.shards import SafetensorsFolder
+from bifolio.models.source import ModelSource
+from bifolio.models.stored import StoredWeights
+from bifolio.models.views import plain_view
+
+_PREFIX = "language_model."
+_FLOATS = ("F32", "F16", "BF16")
+
+
+class SourceModel:
+    """Implements `models.checkpoint.Checkpoint`, and copies what is not compressed.
+
+    Floats are copied as they are stored, other matrices as the bf16 nearest to what they mean.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        """Open a folder in the Hugging Face layout; errors as when a model is loaded."""
+        if source.is_gguf:
+            raise ConfigError(
+                f"{source.name} is a GGUF file; compress reads folders in the Hugging Face layout"
+            )
+        self.path = source.path
+        self.spec = source.spec
+        self.config: dict[str, Any] = source.config
+        self._files = SafetensorsFolder(source.path)
+        self._view = plain_view(self._files, self.spec)
+        self._weights = StoredWeights(self._view, read_quantization(self.config))
+        self.shapes = self._weights.shapes
+        self.tensors = FAMILIES[self.spec.architecture](self.spec)
+        check_tensors(self.tensors, self)
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of the language model's tensors in the files."""
+        return _PREFIX if any(name.startswith(_PREFIX) for name in self._files.shapes) else ""
+
+    @property
+    def scale_dtype(self) -> str:
+        """The type of scales, as safetensors spells it: that of the model, if it has 16 bits."""
+        text = self.config.get("text_config") or self.config
+        declared = str(text.get("dtype") or text.get("torch_dtype") or "")
+        return "F16" if declared.endswith("float16") and "bf" not in declared else "BF16"
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """The language model's tensors and the types in which they are copied."""
+        return {name: Held(shape, self._copied(name)) for name, shape in self.shapes.items()}
+
+    @property
+    def apart(self) -> dict[str, Held]:
+        """Tensors of other senses, which are copied under their full names."""
+        if not self.prefix:
+            return {}
+        stored = self._files
+        return {
+            name: Held(stored.shapes[name], stored.dtypes[name])
+            for name in stored.shapes
+            if not name.startswith(_PREFIX) and name not in self.shapes
+        }
+
+    @property
+    def identity(self) -> str:
+        """Digest that tells this checkpoint from others."""
+        return identity(self.spec, self._files)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of each tensor in the files."""
+        return {name: self._files.raw(name).numel() for name in self._files.shapes}
+
+    def matrix(self, name: str) -> QuantTensor:
+        """See `Checkpoint.matrix`."""
+        return self._weights.matrix(name)
+
+    def vector(self, name: str) -> Tensor:
+        """See `Checkpoint.vector`."""
+        return self._weights.vector(name)
+
+    def numbers(self, name: str) -> Tensor:
+        """What a matrix means: float32 [n, k]."""
+        return decode(self._weights.matrix(name))
+
+    def copied(self, name: str) -> Tensor:
+        """A tensor as it is stored, or in bf16 where it was in codes."""
+        if name in self._view.shapes and self._view.dtypes[name] in _FLOATS:
+            return self._view.tensor(name)
+        if name in self.shapes:
+            return self.numbers(name).to(torch.bfloat16)
+        return self._files.tensor(name)
+
+    def _copied(self, name: str) -> str:
+        dtype = self._view.dtypes.get(name)
+        return dtype if dtype in _FLOATS else "BF16"
