@@ -47,6 +47,22 @@ def test_logits_of_a_llama_agree(weights: str, tmp_path: Path) -> None:
     assert (logits(source) - ours).abs().max() > 1e-2, "the bound would see other weights"
 
 
+@pytest.mark.parametrize("weights", ["int4:g32:z", "int4:g128:z"])
+def test_zero_points_mean_the_same(weights: str, tmp_path: Path) -> None:
+    """Dequantised at load, since this version of the judge allots zero points unpacked before."""
+    source = write_source(tmp_path / "source", hidden_size=128, head_dim=32)
+    compress(source, tmp_path / "small", weights)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "small",
+        dtype=torch.float32,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+    )
+    ours = SourceModel(resolve_source(str(tmp_path / "small")))
+    for name, theirs in model.state_dict().items():
+        if name.endswith("_proj.weight"):
+            assert torch.equal(ours.numbers(name).bfloat16(), theirs.bfloat16()), name
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_are_the_same_numbers_and_give_the_same_logits(family: str, tmp_path: Path) -> None:
     compress(write_source(tmp_path / "source", family), tmp_path / "small", "int4:g32")

@@ -50,10 +50,8 @@ class Coded:
         codes = pack_int4((self.codes + _INT4_OFFSET).to(torch.uint8))
         if self.zeros is None:
             return QuantTensor(self.format, n, k, codes, self.scales)
-        # In float32, since a zero point times a scale has more bits than a scale.
-        scales = self.scales.to(torch.float32)
-        offsets = -(self.zeros.to(torch.float32) + _INT4_OFFSET) * scales
-        return QuantTensor(self.format, n, k, codes, scales, offsets)
+        zeros = (self.zeros + _INT4_OFFSET).to(torch.uint8)
+        return QuantTensor(self.format, n, k, codes, self.scales, zeros)
 
     def decode(self) -> Tensor:
         """What the codes mean: float32 [n, k]."""
@@ -107,4 +105,4 @@ def _packed(codes: Tensor) -> Tensor:
     """Codes -8 … 7, eight to a word along the last dimension, the first in the lowest bits."""
     nibbles = (codes + _INT4_OFFSET).to(torch.uint8)
     nibbles = pad(nibbles, (0, -codes.shape[1] % _PER_WORD))
-    return pack_int4(nibbles).contiguous().view(torch.int32)
+    return pack_int4(nibbles).flatten().view(torch.int32).view(codes.shape[0], -1)

@@ -17,7 +17,7 @@ from bifolio.models.quantization import read_quantization
 from bifolio.models.shards import SafetensorsFolder
 from bifolio.models.source import ModelSource
 from bifolio.models.stored import StoredWeights
-from bifolio.models.views import plain_view
+from bifolio.models.views import GateAndUp, plain_view
 
 _PREFIX = "language_model."
 _FLOATS = ("F32", "F16", "BF16")
@@ -40,7 +40,7 @@ class SourceModel:
         self.config: dict[str, Any] = source.config
         self._files = SafetensorsFolder(source.path)
         self._view = plain_view(self._files, self.spec)
-        self._weights = StoredWeights(self._view, read_quantization(self.config))
+        self._weights = GateAndUp(StoredWeights(self._view, read_quantization(self.config)))
         self.shapes = self._weights.shapes
         self.tensors = FAMILIES[self.spec.architecture](self.spec)
         check_tensors(self.tensors, self)
@@ -59,8 +59,15 @@ class SourceModel:
 
     @property
     def held(self) -> dict[str, Held]:
-        """The language model's tensors and the types in which they are copied."""
-        return {name: Held(shape, self._copied(name)) for name, shape in self.shapes.items()}
+        """The language model's tensors and the types in which they are copied.
+
+        Biases of zeros that no family has are left out.
+        """
+        return {
+            name: Held(shape, self._copied(name))
+            for name, shape in self.shapes.items()
+            if not self.means_nothing(name)
+        }
 
     @property
     def apart(self) -> dict[str, Held]:
@@ -91,6 +98,10 @@ class SourceModel:
     def vector(self, name: str) -> Tensor:
         """See `Checkpoint.vector`."""
         return self._weights.vector(name)
+
+    def means_nothing(self, name: str) -> bool:
+        """See `Checkpoint.means_nothing`."""
+        return self._weights.means_nothing(name)
 
     def numbers(self, name: str) -> Tensor:
         """What a matrix means: float32 [n, k]."""
