@@ -47,6 +47,7 @@ class EngineConfig(_Frozen):
     max_waiting: int = Field(default=1024, ge=1)
     threads: int = Field(default=0, ge=0, le=1024)
     kernels: Literal["auto", "native", "reference"] = "auto"
+    experts: Literal["memory", "mapped"] = "memory"
     integrity: bool = True
     prefix_cache: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -25,7 +25,13 @@ struct Rows {
   }
 };
 
-// The same for nibbles: a 32-bit word with one code in each byte.
+// Four nibbles, the first lowest, as the four bytes of a word.
+uint32_t spread_nibbles(uint32_t nibbles) {
+  const uint32_t pairs = (nibbles | nibbles << 8) & 0x00ff00ffU;
+  return (pairs | pairs << 4) & 0x0f0f0f0fU;
+}
+
+// The same of one channel's nibbles; what lies beyond n or k is zero.
 uint32_t nibble_quad(const PackArgs& a, int64_t channel, int64_t input) {
   if (channel >= a.layout.n || input >= a.layout.k) return 0;
   const int64_t row_bytes = (a.layout.k + 1) / 2;
@@ -33,45 +39,75 @@ uint32_t nibble_quad(const PackArgs& a, int64_t channel, int64_t input) {
   const uint8_t* p = a.codes + channel * row_bytes + input / 2;
   const uint32_t low = left > 1 ? p[0] : p[0] & 15U;
   const uint32_t high = left > 3 ? p[1] : left > 2 ? p[1] & 15U : 0U;
-  return (low & 15U) | (low >> 4) << 8 | (high & 15U) << 16 | (high >> 4) << 24;
+  return spread_nibbles(low | high << 8);
 }
 
-void pack_int4(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
+// The lines of one group, channel by channel: each reads its row on, and the lines of a group stay
+// in the first cache until all channels have been there.
+
+void pack_int4(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
+  constexpr int64_t kLine = 64;
+  const int64_t row_bytes = (a.layout.k + 1) / 2;
+  const bool whole = input + quads * kQuad <= a.layout.k && channel + kPanel <= a.layout.n;
   for (int64_t c = 0; c < kHalf; ++c) {
-    const uint32_t word = nibble_quad(a, channel + c, input) |
-                          nibble_quad(a, channel + c + kHalf, input) << 4;
-    std::memcpy(line + 4 * c, &word, 4);
+    uint8_t* out = lines + 4 * c;
+    const uint8_t* low = a.codes + (channel + c) * row_bytes + input / 2;
+    const uint8_t* high = low + kHalf * row_bytes;
+    for (int64_t q = 0; q < quads; ++q, out += kLine) {
+      uint32_t word;
+      if (whole) {
+        uint16_t codes[2];
+        std::memcpy(&codes[0], low + 2 * q, 2);
+        std::memcpy(&codes[1], high + 2 * q, 2);
+        word = spread_nibbles(codes[0]) | spread_nibbles(codes[1]) << 4;
+      } else {
+        const int64_t at = input + q * kQuad;
+        word = nibble_quad(a, channel + c, at) | nibble_quad(a, channel + c + kHalf, at) << 4;
+      }
+      std::memcpy(out, &word, 4);
+    }
   }
 }
 
-void pack_bytes(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
-  const Rows<uint8_t> rows{a.codes, a.layout.n, a.layout.k};
+// put(line of a quad, channel, four codes) for all channels and quads of a group.
+template <class Code, class Put>
+void each_quad(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines,
+               const Put& put) {
+  const Rows<Code> rows{a.codes, a.layout.n, a.layout.k};
+  const int64_t line_bytes = a.layout.quad_bytes();
+  for (int64_t c = 0; c < kPanel; ++c) {
+    for (int64_t q = 0; q < quads; ++q) {
+      Code quad[kQuad];
+      rows.quad(channel + c, input + q * kQuad, quad);
+      put(lines + q * line_bytes, c, quad);
+    }
+  }
+}
+
+void pack_bytes(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
   const uint8_t flip = a.layout.int8_activations ? 0x80 : 0;
-  for (int64_t c = 0; c < kPanel; ++c) {
-    uint8_t quad[kQuad];
-    rows.quad(channel + c, input, quad);
-    for (int64_t j = 0; j < kQuad; ++j) line[4 * c + j] = quad[j] ^ flip;
-  }
+  each_quad<uint8_t>(a, channel, input, quads, lines,
+                     [flip](uint8_t* line, int64_t c, const uint8_t (&quad)[kQuad]) {
+                       for (int64_t j = 0; j < kQuad; ++j) line[4 * c + j] = quad[j] ^ flip;
+                     });
 }
 
-void pack_bf16(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
-  const Rows<uint16_t> rows{a.codes, a.layout.n, a.layout.k};
-  auto* out = reinterpret_cast<uint16_t*>(line);
-  for (int64_t c = 0; c < kPanel; ++c) {
-    uint16_t quad[kQuad];
-    rows.quad(channel + c, input, quad);
-    for (int64_t j = 0; j < kQuad; ++j) out[(j % 2) * 2 * kPanel + 2 * c + j / 2] = quad[j];
-  }
+void pack_bf16(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
+  each_quad<uint16_t>(a, channel, input, quads, lines,
+                      [](uint8_t* line, int64_t c, const uint16_t (&quad)[kQuad]) {
+                        auto* out = reinterpret_cast<uint16_t*>(line);
+                        for (int64_t j = 0; j < kQuad; ++j) {
+                          out[(j % 2) * 2 * kPanel + 2 * c + j / 2] = quad[j];
+                        }
+                      });
 }
 
-void pack_fp32(const PackArgs& a, int64_t channel, int64_t input, uint8_t* line) {
-  const Rows<float> rows{a.codes, a.layout.n, a.layout.k};
-  auto* out = reinterpret_cast<float*>(line);
-  for (int64_t c = 0; c < kPanel; ++c) {
-    float quad[kQuad];
-    rows.quad(channel + c, input, quad);
-    for (int64_t j = 0; j < kQuad; ++j) out[j * kPanel + c] = quad[j];
-  }
+void pack_fp32(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
+  each_quad<float>(a, channel, input, quads, lines,
+                   [](uint8_t* line, int64_t c, const float (&quad)[kQuad]) {
+                     auto* out = reinterpret_cast<float*>(line);
+                     for (int64_t j = 0; j < kQuad; ++j) out[j * kPanel + c] = quad[j];
+                   });
 }
 
 // One group's scales (or offsets) of a panel. Channels beyond n get the bytes of zero.
@@ -99,16 +135,16 @@ void pack_panel(const PackArgs& a, int64_t panel) {
     if (a.scales) pack_scales(a, a.scales, panel, group, out);
     if (a.offsets) pack_scales(a, a.offsets, panel, group, out + layout.scale_bytes());
     out += layout.header_bytes();
-    for (int64_t q = 0; q < quads; ++q, out += line_bytes) {
-      const int64_t input = (group * quads + q) * kQuad;
-      switch (layout.codes) {
-        case Codes::int4: pack_int4(a, panel * kPanel, input, out); break;
-        case Codes::int8:
-        case Codes::fp8: pack_bytes(a, panel * kPanel, input, out); break;
-        case Codes::bf16: pack_bf16(a, panel * kPanel, input, out); break;
-        case Codes::fp32: pack_fp32(a, panel * kPanel, input, out); break;
-      }
+    const int64_t channel = panel * kPanel;
+    const int64_t input = group * quads * kQuad;
+    switch (layout.codes) {
+      case Codes::int4: pack_int4(a, channel, input, quads, out); break;
+      case Codes::int8:
+      case Codes::fp8: pack_bytes(a, channel, input, quads, out); break;
+      case Codes::bf16: pack_bf16(a, channel, input, quads, out); break;
+      case Codes::fp32: pack_fp32(a, channel, input, quads, out); break;
     }
+    out += quads * line_bytes;
   }
 }
 

@@ -33,6 +33,13 @@ class Wire(StrEnum):
     TCP = "tcp"
 
 
+class Experts(StrEnum):
+    """Choices of --experts."""
+
+    MEMORY = "memory"
+    MAPPED = "mapped"
+
+
 class LogLevel(StrEnum):
     """Choices of --log-level."""
 
@@ -96,6 +103,14 @@ KernelSet = Annotated[
 Threads = Annotated[
     int | None,
     _option(FORMATS, "Threads of the kernels; 0 takes all cores that are allowed.", "0", "N"),
+]
+ExpertsIn = Annotated[
+    Experts | None,
+    _option(
+        FORMATS,
+        "mapped keeps experts in files and the used ones in memory, for models larger than it.",
+        "memory",
+    ),
 ]
 CacheMemory = Annotated[
     str | None, _option(LIMITS, "Memory for cached keys and values.", "1GiB", "SIZE")
@@ -180,6 +195,7 @@ def serve(
     transport: PoolTransport = None,
     kernels: KernelSet = None,
     threads: Threads = None,
+    experts: ExpertsIn = None,
     cache_memory: CacheMemory = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -224,6 +240,7 @@ def serve(
         "transport": transport.value if transport is not None else None,
         "kernels": kernels.value if kernels is not None else None,
         "threads": threads,
+        "experts": experts.value if experts is not None else None,
         "cache_memory": cache_memory,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,

@@ -26,6 +26,7 @@ class Summary:
     model: str
     plan: str
     kernels: str
+    experts: str
     max_model_len: int
     page_size: int
     pages: int
@@ -46,6 +47,7 @@ class Summary:
             model=name,
             plan=hello.plan,
             kernels=hello.kernels,
+            experts=hello.experts,
             max_model_len=hello.max_model_len,
             page_size=hello.page_size,
             pages=hello.pages,
@@ -84,6 +86,7 @@ def show(summary: Summary, screen: Console) -> None:
         ("model", summary.model),
         ("plan", summary.plan),
         ("kernels", summary.kernels),
+        *((("experts", summary.experts),) if summary.experts else ()),
         (
             "cache",
             f"{summary.pages:,} pages of {summary.page_size} tokens: {summary.cache_tokens:,} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 import structlog
@@ -14,8 +13,10 @@ from bifolio.engine.messages import EngineStats, HandoffStats, Hello
 from bifolio.engine.peers import Peers
 from bifolio.engine.scrub import Scrubber
 from bifolio.errors import ConfigError, RequestError
-from bifolio.formats import Phase, PhasePlan, PrecisionPlan
+from bifolio.formats import Phase
 from bifolio.kernels.choose import KernelSet, choose
+from bifolio.models.builtin import home
+from bifolio.models.in_fact import FormatsInFact
 from bifolio.models.loader import LoadedModels, load_models
 from bifolio.models.source import resolve_source
 from bifolio.request import Output, Request
@@ -25,6 +26,9 @@ from bifolio.runtime.recorded import Model, RecordedModel
 from bifolio.runtime.runner import ModelRunner, RunnerLimits, Tamper
 from bifolio.runtime.sampler import Sampler
 from bifolio.spec import ModelSpec, PageSpec
+
+SURVEYED_AT_A_TIME = 16
+"""Mapped experts looked at between two heartbeats: a few milliseconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -62,9 +66,10 @@ class Engine:
             config.plan,
             self.kernels.ops,
             positions=self.max_model_len,
+            experts=home() / "experts" if config.experts == "mapped" else None,
             progress=lambda done, total: progress("weights", done, total),
         )
-        self.plan = _in_fact(config.plan, self.models)
+        self.formats = {p: FormatsInFact.of(self.models.phase(p).decoder) for p in Phase}
         self.pool = _pool(page, pages)
         self._page_pool = PagePool(pages)
         limits = Limits(
@@ -89,10 +94,10 @@ class Engine:
 
     def writer(self, phase: Phase) -> int:
         """Fingerprint of what writes pages in a phase (`runtime.provenance`)."""
-        plan, kernels = self.plan.phase(phase), self.kernels.ops.name
-        weights = f"{plan.weights} {kernels}"
+        formats = self.formats[phase]
+        weights = f"{formats.layers} {formats.experts} {self.kernels.ops.name}"
         return writer_fingerprint(
-            self.models.identity, weights, str(plan.head), self.pool.spec, "one", 0
+            self.models.identity, weights, formats.head, self.pool.spec, "one", 0
         )
 
     def _cache_manager(self) -> CacheManager:
@@ -147,9 +152,14 @@ class Engine:
         """A step is about to be executed."""
 
     def scrub(self) -> None:
-        """Look whether a few cached pages still hold the bytes they were sealed with."""
+        """Look whether a few cached pages still hold the bytes they were sealed with.
+
+        And how much of a few mapped experts is in memory.
+        """
         if self._scrubber is not None:
             self._scrubber.look()
+        if self.models.experts is not None:
+            self.models.experts.survey(SURVEYED_AT_A_TIME)
 
     def hello(self) -> Hello:
         """Describe the engine."""
@@ -161,14 +171,33 @@ class Engine:
             page_size=self.pool.spec.page_size,
             pages=self.pool.pages,
             page_bytes=self.pool.spec.page_bytes,
-            plan=str(self.plan),
+            plan=self.plan,
+            experts=self._experts_text(),
             kernels=str(self.kernels),
             boot_epoch=self._page_pool.epoch,
         )
 
+    @property
+    def plan(self) -> str:
+        """The plan with the formats that the weights have been given: `auto` is resolved."""
+        sides = [
+            self.formats[phase].with_cache(self._config.plan.phase(phase).cache) for phase in Phase
+        ]
+        return f"{' → '.join(dict.fromkeys(sides))} page={self.pool.spec.page_size}"
+
+    def _experts_text(self) -> str:
+        mapped = self.models.experts
+        if mapped is None:
+            return ""
+        mapped.survey()
+        return (
+            f"{mapped.count:,} mapped from {mapped.folder}: {mapped.nbytes:,} bytes, "
+            f"{mapped.resident:,} of them in memory; {self.models.nbytes:,} bytes of other weights"
+        )
+
     def stats(self) -> EngineStats:
         """Counters and gauges of this moment; the log hears of it when nothing moves any more."""
-        stats, seals = self.scheduler.stats(), self.runner.seals
+        stats, seals, mapped = self.scheduler.stats(), self.runner.seals, self.models.experts
         stalled = self.scheduler.stalled()
         if stalled is not None and not self._stalled:
             log.error("no progress", state=stalled)
@@ -191,6 +220,9 @@ class Engine:
             integrity_failures=stats.integrity_faults,
             seals_checked=seals.checked if seals else 0,
             seal_failures=seals.failures if seals else 0,
+            weight_bytes=self.models.nbytes,
+            expert_bytes_mapped=mapped.nbytes if mapped else 0,
+            expert_bytes_resident=mapped.resident if mapped else 0,
         )
 
     def _with_handoff(self, handoff: HandoffStats) -> EngineStats:
@@ -251,17 +283,6 @@ def _warn_of_unit_scales(page: PageSpec) -> None:
             "the fp8 cache has no calibrated scales, so 1.0 is used",
             cure="compare its answers with cache=bf16 first, or take cache=fp8:token",
         )
-
-
-def _in_fact(plan: PrecisionPlan, models: LoadedModels) -> PrecisionPlan:
-    """The plan with the formats that the weights have been given: `auto` is resolved."""
-
-    def side(phase: Phase) -> PhasePlan:
-        decoder = models.phase(phase).decoder
-        weights, head = decoder.layers[-1].attention.output.format, decoder.head.format
-        return PhasePlan(weights, plan.phase(phase).cache, head if head != weights else None)
-
-    return replace(plan, prefill=side(Phase.PREFILL), decode=side(Phase.DECODE))
 
 
 def _runnable(models: LoadedModels, kernels: KernelSet) -> dict[Phase, Model]:

@@ -104,7 +104,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine is ready. Ids are valid below `vocab`, which may exceed the tokenizer's length.
 
     `stop_ids` are the end tokens that the checkpoint declares and the engine obeys. `pages` is
-    the size of the pool; `plan` and `kernels` are texts for people.
+    the size of the pool; `plan`, `kernels` and `experts` (empty: in memory) are texts for people.
     """
 
     model: str
@@ -117,6 +117,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: str
     kernels: str
     boot_epoch: int
+    experts: str = ""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -175,7 +176,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
     Gauges hold at that moment; the others count since the start. `progress` moves whenever any
     request got nearer to its end (tokens computed and tokens emitted). Prefix queries and hits
-    are in tokens. `integrity_failures` are requests that were ended, `seal_failures` pages whose
+    are in tokens. `weight_bytes` are kept in memory, mapped experts are not among them.
+    `integrity_failures` are requests that were ended, `seal_failures` pages whose
     bytes had changed, whether a request met them or not.
     """
 
@@ -196,6 +198,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     integrity_failures: int = 0
     seals_checked: int = 0
     seal_failures: int = 0
+    weight_bytes: int = 0
+    expert_bytes_mapped: int = 0
+    expert_bytes_resident: int = 0
     handoff: HandoffStats | None = None
 
 

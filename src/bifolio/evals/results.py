@@ -32,7 +32,7 @@ def side(subject: Subject) -> dict[str, Any]:
     """One side of a comparison as the engine runs it."""
     return {
         "plan": subject.setup.plan,
-        "resolved": str(subject.engine.plan),
+        "resolved": subject.engine.plan,
         "kernels": str(subject.engine.kernels),
         "model_digest": subject.engine.models.identity,
     }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bifolio.kernels.arena import Arena
 from bifolio.kernels.native_linear import NativeWeight
+from bifolio.kernels.native_pages import PageOps
 from bifolio.kernels.ops import Groups, Norm, Weight
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _FLOAT_BYTES = 4
 
 
-class NativeGroupedOps:
+class NativeGroupedOps(PageOps):
     """The part of `NativeOps` that groups rows by their weight."""
 
     _runtime: _native.Runtime
@@ -36,19 +37,18 @@ class NativeGroupedOps:
     ) -> Tensor:
         """See `Ops.grouped_linear`. Each group's rows go in and out in place, without a copy."""
         assert x_sk.is_contiguous() and not (gated and norm)
-        own = [weights[member] for member in groups.members]
+        own = [_native_weight(weights[member]) for member in groups.members]
         y_sn = self._arena.take(x_sk.shape[0], own[0].n)
         spans = list(pairwise(groups.borders))
         sizes = [
-            self._runtime.linear_workspace(_native_weight(weight).layout, end - start, gated)
-            for weight, (start, end) in zip(own, spans, strict=True)
+            self._runtime.linear_workspace(one.layout, end - start, gated)
+            for one, (start, end) in zip(own, spans, strict=True)
         ]
         workspace = self._arena.take(max(sizes), dtype=torch.uint8).data_ptr()
         x_row, y_row = x_sk.stride(0) * _FLOAT_BYTES, y_sn.stride(0) * _FLOAT_BYTES
         x, y = x_sk.data_ptr(), y_sn.data_ptr()
         gain, eps = (0, 0.0) if norm is None else (norm.gain_h.data_ptr(), norm.eps)
-        for weight, (start, end) in zip(own, spans, strict=True):
-            one = _native_weight(weight)
+        for one, (start, end) in zip(own, spans, strict=True):
             assert x_sk.shape[1] == one.k * (2 if gated else 1) and one.n == y_sn.shape[1]
             self._runtime.linear(
                 layout=one.layout,
@@ -65,6 +65,14 @@ class NativeGroupedOps:
                 gated=gated,
             )
         return y_sn
+
+    def expect(self, weights: Sequence[Weight]) -> None:
+        """See `Ops.expect`. All are asked for before the first is read, so they come together."""
+        records = [record for w in weights if (record := _native_weight(w).record) is not None]
+        for record in records:
+            record.ask_for()
+        for record in records:
+            record.prove(self.digest)
 
 
 def _native_weight(weight: Weight) -> NativeWeight:

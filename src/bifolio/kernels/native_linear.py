@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bifolio.formats import Number, Scaling, WeightFormat
 from bifolio.kernels.arena import Arena
+from bifolio.kernels.mapped import MappedRecord
 from bifolio.kernels.memory import Region
 from bifolio.kernels.ops import Norm, Weight
 from bifolio.kernels.tensor import QuantTensor
@@ -22,19 +23,59 @@ _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """What has to be known of packed bytes to multiply with them."""
+
+    format: WeightFormat
+    n: int
+    k: int
+    scales: str
+    """Their type: none, fp16, bf16, fp32 or block."""
+    zeros: bool
+    """Whether offsets are zero points."""
+
+    @classmethod
+    def of(cls, weight: QuantTensor) -> Packing:
+        """How a weight is going to be packed."""
+        zeros = weight.offsets is not None and weight.offsets.dtype is torch.uint8
+        return cls(weight.format, weight.n, weight.k, _scale_type(weight), zeros)
+
+    def layout(self) -> _native.WeightLayout:
+        from bifolio import _native
+
+        fmt = self.format
+        return _native.WeightLayout(
+            n=self.n,
+            k=self.k,
+            group=_FP8_BLOCK_GROUP if fmt.scaling is Scaling.BLOCK else fmt.group,
+            codes=str(fmt.number),
+            scales=self.scales,
+            offsets=fmt.zero_points,
+            zeros=self.zeros,
+            int8_activations=fmt.int8_activations,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NativeWeight:
-    """A weight packed for the native kernels, with its bias [n] in float32."""
+    """A weight packed for the native kernels, with its bias [n] in float32.
+
+    With a `record` it lies in a mapped file, and its bytes are not counted as resident.
+    """
 
     format: WeightFormat
     n: int
     k: int
     layout: _native.WeightLayout
     packed: Tensor
-    bias_n: Tensor | None
+    bias_n: Tensor | None = None
     order_k: Tensor | None = None
+    record: MappedRecord | None = None
 
     @property
     def nbytes(self) -> int:
+        if self.record is not None:
+            return 0
         beside = (part.nbytes for part in (self.bias_n, self.order_k) if part is not None)
         return self.packed.nbytes + sum(beside)
 
@@ -48,8 +89,15 @@ class LinearOps:
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> NativeWeight:
         """Pack a weight; the QuantTensor is not kept."""
-        layout = _layout(weight)
+        layout = Packing.of(weight).layout()
         packed = torch.from_numpy(self._region.take(layout.packed_bytes))
+        self.pack(weight, layout, packed)
+        bias = None if bias_n is None else bias_n.to(torch.float32).contiguous()
+        order = None if weight.order_k is None else weight.order_k.contiguous()
+        return NativeWeight(weight.format, weight.n, weight.k, layout, packed, bias, order)
+
+    def pack(self, weight: QuantTensor, layout: _native.WeightLayout, packed: Tensor) -> None:
+        """Write a weight into `layout.packed_bytes` bytes, aligned to 64."""
         codes, scales, offsets = (
             None if part is None else part.contiguous()
             for part in (weight.codes, _spread_tensor_scale(weight), _half_offsets(weight))
@@ -63,9 +111,6 @@ class LinearOps:
             scale_stride=1 if scales is None or scales.dim() == 1 else scales.shape[1],
             packed=packed.data_ptr(),
         )
-        bias = None if bias_n is None else bias_n.to(torch.float32).contiguous()
-        order = None if weight.order_k is None else weight.order_k.contiguous()
-        return NativeWeight(weight.format, weight.n, weight.k, layout, packed, bias, order)
 
     def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
         own = _own(table)
@@ -127,30 +172,18 @@ class LinearOps:
         return y
 
 
-def _layout(weight: QuantTensor) -> _native.WeightLayout:
-    from bifolio import _native
-
+def _scale_type(weight: QuantTensor) -> str:
     fmt = weight.format
     match fmt.scaling:
         case Scaling.NONE:
-            scales = "none"
+            return "none"
         case Scaling.BLOCK:
-            scales = "block"
+            return "block"
         case _ if fmt.number is Number.FP8:
-            scales = "fp32"
+            return "fp32"
         case _:
             assert weight.scales is not None
-            scales = _HALVES[weight.scales.dtype]
-    return _native.WeightLayout(
-        n=weight.n,
-        k=weight.k,
-        group=_FP8_BLOCK_GROUP if fmt.scaling is Scaling.BLOCK else fmt.group,
-        codes=str(fmt.number),
-        scales=scales,
-        offsets=fmt.zero_points,
-        zeros=weight.offsets is not None and weight.offsets.dtype is torch.uint8,
-        int8_activations=fmt.int8_activations,
-    )
+            return _HALVES[weight.scales.dtype]
 
 
 def _half_offsets(weight: QuantTensor) -> Tensor | None:

@@ -116,6 +116,14 @@ class Ops(Protocol):
         """
         ...
 
+    def expect(self, weights: Sequence[Weight]) -> None:
+        """Weights that the next calls will read, and those that lie in one record with them.
+
+        Those that are mapped from a file begin to come into memory. CheckpointError for one that is
+        used for the first time and is not what was written.
+        """
+        ...
+
     def grouped_linear(
         self,
         x_sk: Tensor,

@@ -137,6 +137,7 @@ def _moe(
 ) -> MoE:
     assert spec.moe is not None
     correction = tensors.correction
+    gate_up, down = reader.experts(tensors, wish)
     return MoE(
         norm=reader.norm(tensors.norm, spec.rms_eps),
         router=Router(
@@ -145,7 +146,7 @@ def _moe(
             spec=spec.moe.router,
             top_k=spec.moe.top_k,
         ),
-        gate_up=tuple(reader.matrix(matrix, wish) for matrix in tensors.gate_up),
-        down=tuple(reader.matrix(matrix, wish) for matrix in tensors.down),
+        gate_up=gate_up,
+        down=down,
         shared=None if tensors.shared is None else _gated(spec, tensors.shared, reader, wish),
     )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
+from bifolio.errors import ConfigError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan, WeightFormat
+from bifolio.kernels.native import NativeOps
 from bifolio.kernels.ops import Batch, LayerCache, Ops
 from bifolio.layers.decoder import Decoder
 from bifolio.layers.rope import rope_table
 from bifolio.models.build import build_decoder
 from bifolio.models.checkpoint import Checkpoint, RawTensors, check_tensors, identity
+from bifolio.models.expert_files import ExpertFiles
 from bifolio.models.families import FAMILIES
 from bifolio.models.gguf_model import GGUFCheckpoint
 from bifolio.models.precision import as_stored
@@ -53,7 +57,9 @@ class LoadedModels:
     identity: str
     """Digest that tells these weights from others, whatever formats they are kept in."""
     nbytes: int
-    """Bytes of all weights, each counted once."""
+    """Bytes of all weights that are kept in memory, each counted once."""
+    experts: ExpertFiles | None = None
+    """Those that are mapped from files instead."""
 
     def phase(self, phase: Phase) -> Model:
         return self.prefill if phase is Phase.PREFILL else self.decode
@@ -66,12 +72,14 @@ def load_models(
     *,
     positions: int | None = None,
     auto: Callable[[WeightFormat], WeightFormat] = as_stored,
+    experts: Path | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> LoadedModels:
     """Take in the weights of both phases, one after the other, weight by weight.
 
     `positions` bounds the positions that will be used (None: all that the model knows). `auto`
-    gives the format for `weights=auto`, from the stored one. CheckpointError names tensors that
+    gives the format for `weights=auto`, from the stored one. With `experts`, a folder, experts are
+    packed into files in it, once, and mapped from there. CheckpointError names tensors that
     are missing, left over or misshapen; UnsupportedError a format that `ops` has no kernel for.
     """
     spec = source.spec
@@ -79,7 +87,10 @@ def load_models(
     checkpoint, files = _open(source)
     check_tensors(tensors, checkpoint)
     phases = list(dict.fromkeys(_weights_only(side) for side in (plan.prefill, plan.decode)))
-    reader = WeightReader(checkpoint, ops, auto, progress, len(list(tensors.all())) * len(phases))
+    name = identity(spec, files)
+    mapped = None if experts is None else _mapped(experts, source, name, ops)
+    total = len(list(tensors.all())) * len(phases)
+    reader = WeightReader(checkpoint, ops, auto, progress, total, mapped)
     reader.check_tied(tensors)
     cos_sin = rope_table(spec.rope, min(positions or spec.max_position, spec.max_position))
     models = {
@@ -90,9 +101,19 @@ def load_models(
         spec=spec,
         prefill=models[_weights_only(plan.prefill)],
         decode=models[_weights_only(plan.decode)],
-        identity=identity(spec, files),
+        identity=name,
         nbytes=reader.nbytes + cos_sin.nbytes,
+        experts=mapped,
     )
+
+
+def _mapped(folder: Path, source: ModelSource, name: str, ops: Ops) -> ExpertFiles:
+    if not isinstance(ops, NativeOps):
+        raise ConfigError("experts=mapped needs the native kernels; leave kernels=reference out")
+    if source.spec.moe is None:
+        raise ConfigError(f"experts=mapped: {source.name} has no experts; leave it out")
+    files = sorted(source.path.glob("*.safetensors"))
+    return ExpertFiles(folder, name, files, ops)
 
 
 def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from bifolio.kernels.decode import decode
 from bifolio.kernels.ops import Norm, Ops, Weight
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.models.checkpoint import Checkpoint
+from bifolio.models.expert_files import ExpertFiles
 from bifolio.models.precision import convert, stack
-from bifolio.models.tensors import Gain, Matrix, ModelTensors, Vector
+from bifolio.models.tensors import Gain, Matrix, ModelTensors, MoETensors, Vector
 from bifolio.quant import encode
 
 Progress = Callable[[int, int], None]
@@ -31,15 +32,18 @@ class WeightReader:
         auto: Callable[[WeightFormat], WeightFormat],
         progress: Progress,
         total: int,
+        experts: ExpertFiles | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._ops = ops
+        self._experts = experts
         self._auto = auto
         self._progress = progress
         self._done, self._total = 0, total
         self._matrices: dict[tuple[Matrix, WeightFormat | None], Weight] = {}
         self._cuts: dict[Matrix, dict[WeightFormat, tuple[Weight, ...]]] = {}
         self._vectors: dict[str, Tensor] = {}
+        self._mapped: dict[str, Sequence[Sequence[Weight]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +91,32 @@ class WeightReader:
         self._step()
         return self._matrices[key]
 
+    def experts(
+        self, tensors: MoETensors, wish: WeightFormat | None
+    ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+        """Gate and up of each expert of a layer, and down: in memory, or mapped from files."""
+        if self._experts is None:
+            sides = (tensors.gate_up, tensors.down)
+            gate_up, down = (tuple(self.matrix(one, wish) for one in side) for side in sides)
+            return gate_up, down
+        pairs = list(zip(tensors.gate_up, tensors.down, strict=True))
+
+        def read(expert: int) -> list[QuantTensor]:
+            parts = [self._in_format(self._stored(matrix), wish) for matrix in pairs[expert]]
+            self._step(len(parts))
+            return parts
+
+        name = f"{tensors.router.parts[0][0]}.experts.{wish or 'auto'}"
+        before = self._done
+        if name not in self._mapped:
+            self._mapped[name] = self._experts.layer(name, len(pairs), read)
+        self._step(2 * len(pairs) - (self._done - before))  # what was not read
+        found = self._mapped[name]
+        return tuple(pair[0] for pair in found), tuple(pair[1] for pair in found)
+
+    def _in_format(self, stored: QuantTensor, wish: WeightFormat | None) -> QuantTensor:
+        return convert(stored, wish or self._auto(stored.format))
+
     def _read(self, name: str) -> Tensor:
         if name not in self._vectors:
             self._vectors[name] = self._checkpoint.vector(name)
@@ -130,6 +160,6 @@ class WeightReader:
                 raise
             return self._ops.prepare(convert(stored, BF16), bias_n)
 
-    def _step(self) -> None:
-        self._done += 1
+    def _step(self, count: int = 1) -> None:
+        self._done += count
         self._progress(self._done, self._total)

@@ -100,6 +100,15 @@ class _EngineCollector(Collector):
         for state in _PAGE_STATES:
             pages.add_metric([state], getattr(stats, f"pages_{state}"))
         yield pages
+        weights = GaugeMetricFamily(
+            "bifolio_weight_bytes",
+            "Bytes of weights: kept in memory, mapped from files, and of those in memory now",
+            labels=["kind"],
+        )
+        weights.add_metric(["memory"], stats.weight_bytes)
+        weights.add_metric(["experts_mapped"], stats.expert_bytes_mapped)
+        weights.add_metric(["experts_resident"], stats.expert_bytes_resident)
+        yield weights
         hello = self._engine.hello
         yield GaugeMetricFamily(
             "bifolio_kv_cache_tokens",

@@ -26,6 +26,7 @@ def serve(*arguments: str, **options: Any) -> Any:
 EVERY_OPTION = {
     "--kernels": ("reference", "engine.kernels", "reference"),
     "--threads": ("3", "engine.threads", 3),
+    "--experts": ("mapped", "engine.experts", "mapped"),
     "--cache-memory": ("256MiB", "engine.cache_memory", 256 * 2**20),
     "--max-model-len": ("512", "engine.max_model_len", 512),
     "--max-num-seqs": ("8", "engine.max_num_seqs", 8),

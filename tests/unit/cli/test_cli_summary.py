@@ -36,6 +36,7 @@ def test_the_summary_counts_pages_tokens_and_bytes() -> None:
         "model": "it's",
         "plan": "int8/bf16 page=16",
         "kernels": "native avx2, 2 threads",
+        "experts": "",
         "max_model_len": 2048,
         "page_size": 16,
         "pages": 1000,

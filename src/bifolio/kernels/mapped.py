@@ -1,0 +1,93 @@
+"""Weights that stay in a file: the system's page cache decides what of it is in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bifolio.errors import CheckpointError
+
+PAGE = mmap.PAGESIZE
+
+Digest = Callable[[int, int], int]
+"""XXH3-64 of the bytes at an address (`PageOps.digest`)."""
+
+
+class MappedFile:
+    """A file mapped for reading, all of it, however large; unmapped when the last view is gone.
+
+    Shared and read-only, since the system sets memory aside for a private mapping that could be
+    written to, and would refuse one that is larger than what it has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._address = self._bytes.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.size
+
+    def view(self, start: int, count: int) -> Tensor:
+        """Bytes as a uint8 tensor. Not to be written to: the process would be killed."""
+        with warnings.catch_warnings():  # torch knows no memory that is read only
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self._bytes[start : start + count])
+
+    def ask_for(self, start: int, count: int) -> None:
+        """Let the system read bytes ahead of their use. `start` lies on a page."""
+        with suppress(AttributeError, OSError):  # a system without it, or one that refuses
+            self._map.madvise(mmap.MADV_WILLNEED, start, count)
+
+    def resident(self, start: int, count: int) -> int:
+        """How many of these bytes are in memory now. `start` lies on a page."""
+        pages = (ctypes.c_ubyte * -(-count // PAGE))()
+        if _libc.mincore(ctypes.c_void_p(self._address + start), ctypes.c_size_t(count), pages):
+            raise OSError(ctypes.get_errno(), f"mincore of {self.path}")
+        held = int(np.count_nonzero(np.ctypeslib.as_array(pages) & 1))
+        return min(held * PAGE, count)
+
+
+class MappedRecord:
+    """A part of a mapped file that is proved against its digest when it is first used."""
+
+    def __init__(self, file: MappedFile, start: int, nbytes: int, digest: int) -> None:
+        assert start % PAGE == 0
+        self._file, self._start, self.nbytes, self._digest = file, start, nbytes, digest
+        self._proved = False
+
+    def ask_for(self) -> None:
+        """See `MappedFile.ask_for`."""
+        self._file.ask_for(self._start, self.nbytes)
+
+    def resident(self) -> int:
+        """Bytes of it that are in memory now."""
+        return self._file.resident(self._start, self.nbytes)
+
+    def prove(self, digest: Digest) -> None:
+        """Read it all and compare, the first time; CheckpointError names file and place."""
+        if self._proved:
+            return
+        view = self._file.view(self._start, self.nbytes)
+        if digest(view.data_ptr(), self.nbytes) != self._digest:
+            raise CheckpointError(
+                f"{self._file.path} has changed since it was written (bytes from {self._start} "
+                "on); delete it, and the next start writes it anew"
+            )
+        self._proved = True
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+assert os.name == "posix"
