@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from bifolio.core import CacheManager, PagePool
 from bifolio.core.cache import PageTable
 from bifolio.disagg.handshake import page_shape
 from bifolio.disagg.messages import Hello, ModelPrint, Role
+from bifolio.disagg.planes import token_planes
 from bifolio.disagg.pool_sink import PoolSink
 from bifolio.disagg.pool_source import HandOffKernels, PoolSource
 from bifolio.errors import PairError
@@ -44,6 +46,24 @@ def tiny_spec(cache: str = "bf16", page_size: int = 16) -> PageSpec:
 def make_request(name: str, prompt: list[int], salt: str = "", max_tokens: int = 8) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens)
     return Request(id=name, prompt_ids=prompt, sampling=sampling, cache_salt=salt)
+
+
+@cache
+def page_content(spec: PageSpec, tokens: tuple[int, ...]) -> np.ndarray:
+    """Bytes of a page behind its header: finite numbers in every format.
+
+    As in a model, those of a token follow from it and all before it, and from nothing else.
+    """
+    record = np.zeros((1, spec.page_bytes), np.uint8)
+    planes = token_planes(spec, record)
+    first = (len(tokens) - 1) // spec.page_size * spec.page_size
+    for end in range(first + 1, len(tokens) + 1):
+        rng = np.random.default_rng(hash(tokens[:end]) % 2**63)
+        i = end - 1 - first
+        for plane in planes:
+            at = plane[0, i // 2, i % 2]
+            at[...] = rng.integers(0x30, 0x40, at.shape, np.uint8)
+    return record[0, 64:]
 
 
 @dataclass
@@ -87,12 +107,8 @@ class PrefillPool:
         self.cache.advance(table, end)
 
     def content(self, tokens: list[int]) -> np.ndarray:
-        """Bytes of the page whose last token is the last of `tokens`: finite in every format."""
-        seed = hash(tuple(tokens)) % 2**63
-        body = np.random.default_rng(seed).integers(0x30, 0x40, self.pool.body(0).size, np.uint8)
-        used = self.spec.layer_offset(self.spec.layers) - 64
-        body[used:] = 0
-        return body
+        """Bytes of the page whose last token is the last of `tokens`."""
+        return page_content(self.spec, tuple(tokens))
 
     def release(self, request_id: str) -> None:
         self.cache.release(self.tables.pop(request_id))
@@ -109,9 +125,10 @@ class DecodePool:
     pages: int
     ops: HandOffKernels
     admitted: dict[str, tuple[Request, PageTable, PrefillResult]] = field(default_factory=dict)
-    on_admit: Callable[[Request], None] = lambda request: None
+    on_admit: Callable[[Request, PageTable, PrefillResult], None] = lambda *admitted: None
 
     def __post_init__(self) -> None:
+        self.withdrawn: set[str] = set()
         self.pool = KVPool(self.spec, self.pages)
         self.cache = CacheManager(PagePool(self.pages), self.spec.page_size, 1, DECODE_WRITER)
         self.writer: int | None = None
@@ -123,6 +140,7 @@ class DecodePool:
             check=lambda request: None,
             room=lambda request, pages: pages <= self.cache.available,
             admit=self._admit,
+            withdraw=self._withdraw,
         )
 
     def hello(self, slots: int = 4, **changes: Any) -> Hello:
@@ -136,9 +154,14 @@ class DecodePool:
         self.writer = writer
 
     def _admit(self, request: Request, table: PageTable, result: PrefillResult) -> None:
-        self.on_admit(request)
+        self.on_admit(request, table, result)
         self.cache.advance(table, len(request.prompt_ids))
         self.admitted[request.id] = (request, table, result)
+
+    def _withdraw(self, request_id: str) -> None:
+        if request_id in self.admitted:
+            self.withdrawn.add(request_id)
+            self.release(request_id)
 
     def release(self, request_id: str) -> None:
         self.cache.release(self.admitted.pop(request_id)[1])

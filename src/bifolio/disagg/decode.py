@@ -31,6 +31,7 @@ from bifolio.disagg.messages import (
     Message,
     Offer,
     Page,
+    Settled,
 )
 from bifolio.disagg.transport import Records
 from bifolio.errors import OverloadedError, PairError, RequestError
@@ -84,6 +85,13 @@ class PageSink(Protocol[R]):
         """
         ...
 
+    def withdraw(self, request_id: str) -> None:
+        """The sender may have given up a request just admitted: end it with an error.
+
+        It may run elsewhere by now. Ids of requests that have ended are ignored.
+        """
+        ...
+
     def release(self, reservation: R) -> None:
         """Give up what was reserved, unless it is lost already."""
         ...
@@ -133,6 +141,8 @@ class DecodeSide(Generic[R]):
         self._sink = sink
         self._max_queue = max_queue
         self._incoming: dict[int, _Incoming[R]] = {}
+        self._unsettled: dict[int, str] = {}
+        """Requests admitted of which the peer has not said that it knows, by transfer."""
         self._granted: set[int] = set()
         self._free: list[int] = []
         self._connected = False
@@ -158,12 +168,16 @@ class DecodeSide(Generic[R]):
         messages = self.link.poll()
         if self.link.state is LinkState.READY and not self._connected:
             self._connect()
-        for message in messages:
-            if self._connected:
+        for message in messages if self._connected else ():
+            if not self.link.closed:
                 self._take(message)
+            elif isinstance(message, Settled):  # what came before the end is true after it
+                self._unsettled.pop(message.transfer, None)
         if self.link.closed:
             for incoming in list(self._incoming.values()):
                 self._end(incoming, Cause.PEER_LOST)
+            for transfer in list(self._unsettled):
+                self._withdraw(transfer)
             return
         self._watch()
         self._serve_queue()
@@ -190,10 +204,14 @@ class DecodeSide(Generic[R]):
                 self._arrived(message)
             case Finish():
                 self._finished(message)
+            case Settled(transfer):
+                self._unsettled.pop(transfer, None)
             case Abort():
                 incoming = self._incoming.get(message.transfer)
                 if incoming is not None:
                     self._end(incoming, message.cause)
+                elif message.transfer in self._unsettled:
+                    self._withdraw(message.transfer)
             case Beat(busy):
                 for transfer in busy:
                     if transfer in self._incoming:
@@ -282,6 +300,7 @@ class DecodeSide(Generic[R]):
             del self._incoming[finish.transfer]
             self.counts.admitted += 1
             self.counts.known_pages += incoming.known
+            self._unsettled[finish.transfer] = request.id
             self.link.send(Admitted(finish.transfer))
 
     # ── room ─────────────────────────────────────────────────────────────────────────────────
@@ -350,6 +369,11 @@ class DecodeSide(Generic[R]):
         self._count(cause)
         if cause not in (Cause.CANCELLED, Cause.DEADLINE):
             log.warning("hand-off ended", request=incoming.request.id, cause=cause)
+
+    def _withdraw(self, transfer: int) -> None:
+        request_id = self._unsettled.pop(transfer)
+        log.warning("admitted request withdrawn", request=request_id)
+        self._sink.withdraw(request_id)
 
     def _count(self, cause: Cause) -> None:
         self.counts.ended[cause] = self.counts.ended.get(cause, 0) + 1

@@ -1,12 +1,12 @@
 """What a prefill worker and a decode worker say to each other, as msgpack (`docs/handoff.md`).
 
     both ways          Hello · Ready · Refuse · Abort · Beat · Bye
-    prefill → decode   Offer · Page · Finish
+    prefill → decode   Offer · Page · Finish · Settled
     decode → prefill   Grant · Accept · Decline · Admitted
 
 The order of one hand-off: Offer, then Accept or Decline; Page for each page that the decode side
-lacks, while later ones are still computed; Finish once the first token is sampled; Admitted. Either
-side may send Abort at any moment in between, and the transfer is over for both.
+lacks, while later ones are still computed; Finish once the first token is sampled; Admitted;
+Settled. Either side may send Abort at any moment in between, and the transfer is over for both.
 
 Slots. The decode side owns a staging area of `slots` records. Grant gives slots to the prefill
 side, which writes one record into each and gives it back with the Page message that names it. A
@@ -193,6 +193,16 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     transfer: int
 
 
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """The prefill side knows that the request was admitted, and has let go of it.
+
+    Until then it may have given the transfer up: if an Abort comes instead, or the connection
+    ends, the decode side ends the request, since it may be computed elsewhere by now.
+    """
+
+    transfer: int
+
+
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This transfer is over. An answer is neither needed nor sent; unknown ids are ignored."""
 
@@ -224,6 +234,7 @@ Message = (
     | Page
     | Finish
     | Admitted
+    | Settled
     | Abort
     | Beat
     | Bye

@@ -40,7 +40,8 @@ class PoolSink:
 
     `bind` is told the writer of the pages that will arrive, under which the prefix tree must keep
     them; it raises PairError if it keeps those of another. `check` raises RequestError for a
-    request that this engine can never serve. Call everything between steps.
+    request that this engine can never serve, `withdraw` ends one that was admitted (by default
+    nothing does, for engines that end with their peers). Call everything between steps.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class PoolSink:
         check: Callable[[Request], None],
         room: Room,
         admit: Admit,
+        withdraw: Callable[[str], None] = lambda _request_id: None,
     ) -> None:
         self._cache = cache
         self._pool = pool
@@ -61,6 +63,7 @@ class PoolSink:
         self._check = check
         self._room = room
         self._admit = admit
+        self._withdraw = withdraw
         self._open: dict[int, PoolReservation] = {}
 
     def tables(self) -> Collection[PageTable]:
@@ -123,6 +126,9 @@ class PoolSink:
     def admit(self, reservation: PoolReservation, request: Request, result: PrefillResult) -> None:
         self._admit(request, reservation.table, result)
         del self._open[id(reservation)]
+
+    def withdraw(self, request_id: str) -> None:
+        self._withdraw(request_id)
 
     def release(self, reservation: PoolReservation) -> None:
         if self._open.pop(id(reservation), None) is not None:

@@ -36,6 +36,7 @@ from bifolio.disagg.messages import (
     Message,
     Offer,
     Page,
+    Settled,
 )
 from bifolio.disagg.policy import RetryBudget
 from bifolio.disagg.transport import Records
@@ -44,7 +45,7 @@ from bifolio.request import PrefillResult, Request
 
 log = structlog.get_logger(__name__)
 
-RETRIED = frozenset({Cause.CORRUPT, Cause.OVERLOADED, Cause.STALLED})
+RETRIED = frozenset({Cause.CORRUPT, Cause.OVERLOADED})
 """Causes after which the same peer is asked again, while budget and deadline allow."""
 
 
@@ -151,7 +152,6 @@ class _Outgoing:
     """When the peer last brought this on, or was rightly busy."""
     hidden: int = 0
     """Pages that were sent before the prompt was computed to its end."""
-    pages_sent: int = 0
     nbytes: int = 0
 
     @property
@@ -317,6 +317,7 @@ class PrefillSide:
             self.link.close("the peer admitted a request that was not sent")
             return
         self._retries.succeeded()
+        self.link.send(Settled(out.transfer))
         self._forget(out)
         self._events.append(
             Delivered(
@@ -445,7 +446,6 @@ class PrefillSide:
             page = Page(transfer=out.transfer, index=first + i, slot=slot, fill=fill, digest=digest)
             self.link.put(slot, page)
         out.sent += encoded
-        out.pages_sent += count
         out.nbytes += count * records.shape[1]
         return count
 
