@@ -74,11 +74,12 @@ def play(fence: bool) -> tuple[Pair, SlowWrites]:
     pair.finish(b)
     pair.poll(3)
     assert len(prefill_end.writes) == (1 if fence else 2), "B waits for the slot, if it must"
-    for land, _ in reversed(prefill_end.writes):
+    under_way = list(prefill_end.writes)
+    for land, _ in reversed(under_way):
         land()
-    for _, tell in prefill_end.writes:
+    for _, tell in under_way:
         tell()
-    pair.poll(3)
+        pair.poll(3)
     return pair, prefill_end
 
 

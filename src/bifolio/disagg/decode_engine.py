@@ -34,7 +34,7 @@ from bifolio.engine.messages import (
 )
 from bifolio.errors import PairError, RequestError
 from bifolio.formats import Phase
-from bifolio.request import PrefillResult, Request
+from bifolio.request import ErrorCode, FinishReason, Output, PrefillResult, Request
 from bifolio.runtime.runner import Tamper
 
 _BUSY_PATIENCE, _IDLE_PATIENCE = 0.005, 0.25
@@ -107,6 +107,13 @@ class DecodePeers:
         for side in self._sides:
             side.abort(request_id)
 
+    def tell_of_loss(self, request_id: str) -> None:
+        """The front end hears that a request ends here, in case it counts on this engine."""
+        text = "the prefill engine was lost before it knew that the hand-off was done"
+        code = ErrorCode.HANDOFF_FAILED
+        output = Output(id=request_id, finish=FinishReason.ERROR, error=text, error_code=code)
+        self._news.append(Outputs([output]))
+
     def close(self) -> None:
         """End all connections."""
         for side in self._sides:
@@ -139,6 +146,7 @@ class DecodeEngine(Engine):
             check=self._check,
             room=lambda request, pages: self.scheduler.has_room(_here(request), pages),
             admit=self._adopt,
+            withdraw=self._withdraw,
         )
         self.scheduler.reserved = self.sink
         self._peers = DecodePeers(self)
@@ -176,6 +184,11 @@ class DecodeEngine(Engine):
             )
             raise RequestError(text, param="prompt")
         self.scheduler.adopt(_here(request), table, result)
+
+    def _withdraw(self, request_id: str) -> None:
+        """End a request that its prefill engine may have sent elsewhere meanwhile."""
+        if self.scheduler.abort(request_id) is not None:
+            self._peers.tell_of_loss(request_id)
 
     def abort(self, request_id: str) -> None:
         super().abort(request_id)

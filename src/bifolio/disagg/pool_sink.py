@@ -40,8 +40,8 @@ class PoolSink:
 
     `bind` is told the writer of the pages that will arrive, under which the prefix tree must keep
     them; it raises PairError if it keeps those of another. `check` raises RequestError for a
-    request that this engine can never serve, `withdraw` ends one that was admitted (by default
-    nothing does, for engines that end with their peers). Call everything between steps.
+    request that this engine can never serve, `withdraw` ends one that was admitted (see there).
+    Call everything between steps.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PoolSink:
         check: Callable[[Request], None],
         room: Room,
         admit: Admit,
-        withdraw: Callable[[str], None] = lambda _request_id: None,
+        withdraw: Callable[[str], None],
     ) -> None:
         self._cache = cache
         self._pool = pool
