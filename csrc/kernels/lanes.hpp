@@ -120,6 +120,26 @@ inline float max_lanes(Lanes x) {
   return detail::fold(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+inline int32_t sum_lanes(IntLanes x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x));
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+inline int32_t max_lanes(IntLanes x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(x));
+#else
+  int32_t most = x[0];
+  for (int i = 1; i < kLanes; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
 // 2^x of N vectors, step by step together, for x <= 0 (also slightly above); exactly 1 at 0, exactly
 // 0 from -127 down, NaN stays NaN. Degree 5 fitted for least relative error on [-1/2, 1/2]: 9.2e-8
 // from the fit, less than 2e-7 with the roundings of float32; what is below 2^-126 is only small.

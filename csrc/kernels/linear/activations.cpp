@@ -67,34 +67,34 @@ void gate_row(const float* x, int64_t k, float* y) {
   });
 }
 
-// The greatest magnitude, found among the bits as integers. There a NaN is greater than
-// all numbers, so it is what a part that holds one gives.
-float greatest_magnitude(const float* f, int64_t count) {
+struct Quantized {
+  float scale;
+  int32_t sum;  // of the codes
+};
+
+// Codes of a part of a row and their scale, absmax / 127. A part that is not finite gets such a
+// scale, and so a result that shows it.
+Quantized quantize_part(const float* f, int64_t count, int8_t* codes) {
+  constexpr float kLeast = 0x1p-120F;  // below, 127 / absmax overflows: such a part counts as zeros
+  constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer, half to even
+  // Magnitudes are compared as integers, where a NaN is greater than all numbers.
   IntLanes greatest{};
   for (int64_t i = 0; i < count; i += kLanes) {
     const IntLanes magnitude = bits(load(f + i)) & 0x7fffffff;
     greatest = magnitude > greatest ? magnitude : greatest;
   }
-  int32_t most = 0;
-  for (int lane = 0; lane < kLanes; ++lane) most = greatest[lane] > most ? greatest[lane] : most;
-  return __builtin_bit_cast(float, most);
-}
-
-// Codes of a part of a row and their scale, absmax / 127. A part that is not finite gets such a
-// scale, and so a result that shows it.
-float quantize_part(const float* f, int64_t count, int8_t* codes) {
-  constexpr float kLeast = 0x1p-120F;  // below, 127 / absmax overflows: such a part counts as zeros
-  constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer, half to even
-  const float absmax = greatest_magnitude(f, count);
+  const auto absmax = __builtin_bit_cast(float, max_lanes(greatest));
   const bool zeros = absmax < kLeast;
   const Lanes inverse = splat(zeros ? 0.0F : kInt8Max / absmax);
   using Bytes [[gnu::vector_size(kLanes)]] = int8_t;
+  IntLanes sum{};
   for (int64_t i = 0; i < count; i += kLanes) {
     const IntLanes code = bits(load(f + i) * inverse + kRound) - bits(splat(kRound));
     const auto bytes = __builtin_convertvector(code, Bytes);
     std::memcpy(codes + i, &bytes, sizeof bytes);
+    sum += code;
   }
-  return zeros ? 1.0F : absmax / kInt8Max;
+  return {zeros ? 1.0F : absmax / kInt8Max, sum_lanes(sum)};
 }
 
 // The numbers of a row as bf16, inputs 0, 2, 1, 3 of each quad; f becomes the rounded numbers.
@@ -117,80 +117,52 @@ void round_row(float* f, int64_t k_padded, uint16_t* halves) {
   }
 }
 
-// finish(sum of the codes, part) of each part, at sums[part * rows].
-template <class Finish>
-void sum_codes(const WeightLayout& layout, const int8_t* codes, int64_t rows, int32_t* quad_sums,
-               int32_t* sums, const Finish& finish) {
-  const int64_t quads = layout.quads();
-  const int64_t part_quads = layout.part_quads();
-  const IntLanes ones = splat(0x01010101);
-  for (int64_t q = 0; q < quads; q += kLanes) {
-    const IntLanes sum = dot_bytes<true>(IntLanes{}, ones, load_words(codes + q * kQuad));
-    std::memcpy(quad_sums + q, &sum, sizeof sum);
-  }
-  for (int64_t part = 0, q = 0; q < quads; ++part) {
-    int32_t sum = 0;
-    for (const int64_t end = q + part_quads; q < end && q < quads; ++q) sum += quad_sums[q];
-    sums[part * rows] = finish(sum, part);
-  }
-}
-
 float sum_numbers(const float* f, int64_t count) {
   Lanes sum{};
   for (int64_t i = 0; i < count; i += kLanes) sum = sum + load(f + i);
   return sum_lanes(sum);
 }
 
-// Memory of one thread: f(x), the packed row before it is interleaved, and sums of quads.
+// Memory of one thread: f(x), and the packed rows before they are interleaved.
 struct Temporary {
   Temporary(uint8_t* memory, const RowShape& shape)
       : f(reinterpret_cast<float*>(memory)),
-        row(reinterpret_cast<int32_t*>(memory) + shape.k_padded),
-        quad_sums(row + shape.k_padded) {}
+        rows(reinterpret_cast<int32_t*>(memory) + shape.k_padded),
+        pitch(shape.k_padded) {}
 
   float* f;
-  int32_t* row;
-  int32_t* quad_sums;
+  int32_t* rows;  // [kMaxRows][pitch] words
+  int64_t pitch;
 };
 
-// Where the words, sums and scales of row r of a block go.
+// Where the sums and scales of a row of a block go.
 struct Slot {
-  int32_t* words;
   int32_t* sums;
   float* scales;
   int64_t rows;
 };
 
-void pack_int8(const WeightLayout& layout, const RowShape& shape, const Temporary& memory,
-               const float* f, int32_t* row, const Slot& slot) {
+void pack_int8(const WeightLayout& layout, const RowShape& shape, const float* f, int32_t* row,
+               const Slot& slot) {
   auto* codes = reinterpret_cast<int8_t*>(row);
   const int64_t numbers = layout.part_quads() * kQuad;
+  const int32_t zero = layout.codes == Codes::int4 ? 8 : 128;
   for (int64_t part = 0; part < shape.scales; ++part) {
     const int64_t start = part * numbers;
     const int64_t left = shape.k_padded - start;
-    slot.scales[part * slot.rows] =
-        quantize_part(f + start, numbers < left ? numbers : left, codes + start);
-  }
-  if (layout.offsets) {
-    sum_codes(layout, codes, slot.rows, memory.quad_sums, slot.sums,
-              [&slot](int32_t sum, int64_t part) {
-                const float scale = slot.scales[part * slot.rows];
-                return __builtin_bit_cast(int32_t, static_cast<float>(sum) * scale);
-              });
-  } else {
-    const int32_t zero = layout.codes == Codes::int4 ? 8 : 128;
-    sum_codes(layout, codes, slot.rows, memory.quad_sums, slot.sums,
-              [zero](int32_t sum, int64_t) { return -zero * sum; });
+    const Quantized q = quantize_part(f + start, numbers < left ? numbers : left, codes + start);
+    slot.scales[part * slot.rows] = q.scale;
+    slot.sums[part * slot.rows] =
+        layout.offsets ? __builtin_bit_cast(int32_t, static_cast<float>(q.sum) * q.scale)
+                       : -zero * q.sum;
   }
 }
 
-// Turns f into words, group sums and scale.
-void pack_row(const WeightLayout& layout, const RowShape& shape, const Temporary& memory,
+// Turns f into words, group sums and scales.
+void pack_row(const WeightLayout& layout, const RowShape& shape, float* f, int32_t* row,
               const Slot& slot) {
-  int32_t* row = slot.rows == 1 ? slot.words : memory.row;
-  float* f = memory.f;
   if (layout.int8_activations) {
-    pack_int8(layout, shape, memory, f, row, slot);
+    pack_int8(layout, shape, f, row, slot);
   } else if (layout.codes == Codes::fp32) {
     std::memcpy(row, f, static_cast<std::size_t>(shape.k_padded) * sizeof(float));
   } else {
@@ -201,8 +173,42 @@ void pack_row(const WeightLayout& layout, const RowShape& shape, const Temporary
           __builtin_bit_cast(int32_t, sum_numbers(f + g * group, group));
     }
   }
-  if (slot.rows == 1) return;
-  for (int64_t i = 0; i < shape.words; ++i) slot.words[i * slot.rows] = row[i];
+}
+
+using Eight [[gnu::vector_size(32)]] = int32_t;
+
+// Eight words of each of eight rows, row after row, as eight rows of each word.
+void transpose(const int32_t* rows, int64_t pitch, int32_t* out) {
+  Eight a[8];
+  Eight b[8];
+  for (int r = 0; r < 8; ++r) std::memcpy(&a[r], rows + r * pitch, sizeof a[r]);
+  for (int r = 0; r < 8; r += 2) {
+    b[r] = __builtin_shufflevector(a[r], a[r + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    b[r + 1] = __builtin_shufflevector(a[r], a[r + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int r = 0; r < 8; r += 4) {
+    for (int i = 0; i < 2; ++i) {
+      a[r + 2 * i] = __builtin_shufflevector(b[r + i], b[r + 2 + i], 0, 1, 8, 9, 4, 5, 12, 13);
+      a[r + 2 * i + 1] =
+          __builtin_shufflevector(b[r + i], b[r + 2 + i], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    b[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    b[i + 4] = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  std::memcpy(out, b, sizeof b);
+}
+
+// Rows of words to words of rows.
+void interleave(const int32_t* in, int64_t pitch, int64_t words, int64_t rows, int32_t* out) {
+  int64_t i = 0;
+  if (rows == 8) {
+    for (; i + 8 <= words; i += 8) transpose(in + i, pitch, out + i * rows);
+  }
+  for (; i < words; ++i) {
+    for (int64_t r = 0; r < rows; ++r) out[i * rows + r] = in[r * pitch + i];
+  }
 }
 
 void activate(const LinearArgs& a, const float* x, float* f) {
@@ -233,7 +239,7 @@ int64_t RowShape::block_bytes(int64_t rows) const {
   return aligned(rows * (words + sums + scales) * 4 + kLanes * 4);
 }
 
-int64_t RowShape::temporary_bytes() const { return aligned(3 * k_padded * 4); }
+int64_t RowShape::temporary_bytes() const { return aligned((1 + kMaxRows) * k_padded * 4); }
 
 RowBlock view_block(const RowShape& shape, int64_t rows, uint8_t* block) {
   auto* sums = reinterpret_cast<int32_t*>(block);
@@ -246,25 +252,28 @@ RowBlock view_block(const RowShape& shape, int64_t rows, uint8_t* block) {
 void pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, int64_t count,
                 int64_t rows, uint8_t* block, uint8_t* temporary) {
   const RowBlock view = view_block(shape, rows, block);
-  if (count < rows) std::memset(block, 0, static_cast<std::size_t>(shape.block_bytes(rows)));
   const Temporary memory(temporary, shape);
+  if (count < rows) {
+    std::memset(block, 0, static_cast<std::size_t>(shape.block_bytes(rows)));
+    std::memset(memory.rows + count * memory.pitch, 0,
+                static_cast<std::size_t>((rows - count) * memory.pitch) * sizeof(int32_t));
+  }
   for (int64_t i = args.layout.k; i < shape.k_padded; ++i) memory.f[i] = 0;
   const int64_t width = args.layout.k * (args.gated ? 2 : 1);
   for (int64_t r = 0; r < count; ++r) {
     const float* x = args.x + (first + r) * width;
+    int32_t* words = memory.rows + r * memory.pitch;
     if (args.order) {
-      auto* natural = reinterpret_cast<float*>(memory.row);
+      auto* natural = reinterpret_cast<float*>(words);
       activate(args, x, natural);
       for (int64_t i = 0; i < args.layout.k; ++i) memory.f[i] = natural[args.order[i]];
     } else {
       activate(args, x, memory.f);
     }
-    pack_row(args.layout, shape, memory,
-             {.words = view.words + r,
-              .sums = view.sums + r,
-              .scales = view.scales + r,
-              .rows = rows});
+    pack_row(args.layout, shape, memory.f, rows == 1 ? view.words : words,
+             {.sums = view.sums + r, .scales = view.scales + r, .rows = rows});
   }
+  if (rows > 1) interleave(memory.rows, memory.pitch, shape.words, rows, view.words);
 }
 
 }  // namespace bifolio::BIFOLIO_ISA
