@@ -39,7 +39,8 @@ Progress = Callable[[str, int, int], None]
 class Engine:
     """Serves one model in one process. Not thread-safe: one thread adds, aborts and steps.
 
-    `tamper` is for fault injection (`runtime.runner`).
+    `tamper` (`runtime.runner`) and `kernels` (in place of those of the configuration) are for fault
+    injection.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Engine:
         config: EngineConfig,
         progress: Progress = lambda _stage, _done, _total: None,
         tamper: Tamper | None = None,
+        kernels: KernelSet | None = None,
     ) -> None:
         self._config = config
         self._stalled = False
@@ -60,7 +62,7 @@ class Engine:
                 "give more memory or a smaller page="
             )
         self.max_model_len = _model_len(config, self.spec, pages * page.page_size)
-        self.kernels = choose(config.kernels, config.threads)
+        self.kernels = kernels or choose(config.kernels, config.threads)
         self.models = load_models(
             source,
             config.plan,
