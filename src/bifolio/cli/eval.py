@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import Annotated
 
 import typer
 
 from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.cli.eval_options import (
     AsJson,
+    Asked,
     Candidates,
     Chat,
+    Data,
+    Files,
+    Floor,
     Items,
+    KernelChoice,
     Kernels,
     Margin,
+    MaxKL,
+    MinTop1,
     Model,
     Out,
+    Read,
     Reference,
     Seed,
+    Sides,
     TaskNames,
     Threads,
 )
-from bifolio.errors import ConfigError
-
-if TYPE_CHECKING:
-    from bifolio.evals.distance import Distance
 
 REFERENCE = "bf16/bf16"
+EXIT_NOT_PASSED = 1
+_CONTEXTS = [64, 256, 768]
+_SCORED, _WINDOWS = 64, 8
 
 app = typer.Typer(
     name="eval",
@@ -39,21 +46,41 @@ app = typer.Typer(
 
     [bold]Examples[/]
 
-      bifolio eval distance book.txt --candidate int8/fp8:token
+      bifolio eval distance --candidate int8/fp8:token
       bifolio eval tasks --candidate int4:g32/fp8 --out results
+      bifolio eval gate --candidate int8/bf16 --margin 0.05 --task copy --task kv
     """,
 )
 
 
 @app.command()
 def distance(
-    text: Annotated[Path, typer.Argument(help="A UTF-8 text to score.")],
     candidate: Candidates,
+    text: Annotated[
+        list[Path] | None,
+        typer.Argument(help="UTF-8 texts to score.", show_default="built in: English and Slovak"),
+    ] = None,
     model: Model = DEFAULT_MODEL,
     reference: Reference = REFERENCE,
-    context: Annotated[int, typer.Option(min=1, help="Tokens before the scored ones.")] = 256,
-    scored: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 128,
-    windows: Annotated[int, typer.Option(min=1, help="Windows spread over the text.")] = 16,
+    data: Data = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Tokens before the scored ones; may be repeated.",
+            show_default="64, 256, 768",
+        ),
+    ] = None,
+    scored: Annotated[int, typer.Option(min=2, help="Tokens scored in each window.")] = _SCORED,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of each context.")] = _WINDOWS,
+    floor: Annotated[
+        Floor,
+        typer.Option(help="The reference's own noise: on the other kernels, or beside fp32."),
+    ] = Floor.KERNELS,
+    seed: Seed = 0,
+    kernels: Kernels = KernelChoice.AUTO,
+    threads: Threads = 0,
+    out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the distance between the output distributions of two plans.
@@ -63,31 +90,13 @@ def distance(
 
     [bold]Examples[/]
 
-      bifolio eval distance book.txt --candidate int8/fp8:token
+      bifolio eval distance --candidate int8/fp8:token
       bifolio eval distance book.txt --candidate fp8/fp8 --candidate int4:g32:a8/fp8 --json
     """
-    from bifolio.engine.logs import configure
-    from bifolio.evals.distance import measure
-    from bifolio.evals.distance import windows as cut
-    from bifolio.evals.subject import Setup, Subject, Texts
-
-    configure("warning")
-    texts = Texts(model)
-    try:
-        tokens = texts.side.tokenizer.encode(text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {text} as UTF-8 text: {error}") from error
-    try:
-        pieces = cut(tokens, context, scored, windows)
-    except ValueError as error:
-        raise ConfigError(f"{text}: {error}; give a longer text or a smaller --context") from error
-
-    def subject(plan: str) -> Any:
-        return Subject(Setup(model, plan), texts, context + scored).forced()
-
-    base = subject(reference)
-    found = {plan: measure(base, subject(plan), pieces) for plan in candidate}
-    _report(found, reference, as_json)
+    run = _behind()
+    sides = Sides(model, reference, candidate, kernels, threads)
+    read = Read(text or [], data, context or _CONTEXTS, scored, windows, floor, seed)
+    run.distance(sides, read, out, as_json)
 
 
 @app.command()
@@ -96,11 +105,13 @@ def tasks(
     model: Model = DEFAULT_MODEL,
     reference: Reference = REFERENCE,
     task: TaskNames = None,
-    items: Items = 64,
+    items: Items = None,
+    data: Data = None,
+    files: Files = None,
     margin: Margin = 0.05,
     chat: Chat = False,
     seed: Seed = 0,
-    kernels: Kernels = "auto",
+    kernels: Kernels = KernelChoice.AUTO,
     threads: Threads = 0,
     out: Out = None,
     as_json: AsJson = False,
@@ -112,67 +123,53 @@ def tasks(
       bifolio eval tasks --candidate int4:g32/fp8 --task copy --task kv
       bifolio eval tasks --candidate int8/bf16 --candidate int4:g32:a8/fp8 --items 200 --out results
     """
-    from bifolio.cli.eval_tables import task_table
+    run = _behind()
+    sides = Sides(model, reference, candidate, kernels, threads)
+    asked = Asked(task or [], items, data, files or [], chat, margin, seed)
+    run.tasks(sides, asked, out, as_json)
+
+
+@app.command()
+def gate(
+    candidate: Candidates,
+    margin: Margin,
+    model: Model = DEFAULT_MODEL,
+    reference: Reference = REFERENCE,
+    task: TaskNames = None,
+    items: Items = None,
+    data: Data = None,
+    files: Files = None,
+    max_kl: MaxKL = None,
+    min_top1: MinTop1 = None,
+    chat: Chat = False,
+    seed: Seed = 0,
+    kernels: Kernels = KernelChoice.AUTO,
+    threads: Threads = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Exit with 1 unless every task is shown equivalent, and say which are not.
+
+    A task without signal cannot pass: name those that the model is able to do. With --max-kl or
+    --min-top1 the distance on the built-in texts must keep to the limit too.
+
+    [bold]Examples[/]
+
+      bifolio eval gate --candidate int8/bf16 --margin 0.05 --task copy --task kv
+      bifolio eval gate --candidate int4:g32/fp8 --margin 0.01 --max-kl 0.02 --min-top1 0.95
+    """
+    run = _behind()
+    sides = Sides(model, reference, candidate, kernels, threads)
+    asked = Asked(task or [], items, data, files or [], chat, margin, seed)
+    read = Read([], None, _CONTEXTS, _SCORED, _WINDOWS, Floor.NONE, seed)
+    if not run.gate(sides, asked, read, (max_kl, min_top1), out, as_json):
+        raise typer.Exit(EXIT_NOT_PASSED)
+
+
+def _behind() -> ModuleType:
+    """The module behind the commands: help must come without importing it."""
+    from bifolio.cli import eval_run
     from bifolio.engine.logs import configure
-    from bifolio.evals.results import document, item_lines, write
-    from bifolio.evals.session import TaskRun
-    from bifolio.evals.subject import Setup, Texts
-    from bifolio.evals.tasks.select import built_in, chosen
 
     configure("warning")
-    run = TaskRun(chosen(built_in(items, seed), task or []), margin, seed, chat)
-    sides = [Setup(model, plan, kernels, threads) for plan in (reference, *candidate)]
-    settings = {"items": items, "margin": margin, "seed": seed, "chat": chat}
-    documents = []
-    for found in run.compare(sides[0], sides[1:], Texts(model), _say):
-        whole = document(
-            "tasks",
-            model,
-            found.reference,
-            found.candidate,
-            settings,
-            tasks=found.comparisons,
-        )
-        documents.append(whole)
-        if out is not None:
-            lines = (
-                line
-                for prompts, pair in zip(found.prompts, found.answers, strict=True)
-                for line in item_lines(prompts, *pair)
-            )
-            _say(f"written: {write(out, whole, lines)}")
-        if not as_json:
-            task_table(found)
-    if as_json:
-        print(json.dumps(documents, ensure_ascii=False))
-
-
-def _say(text: str) -> None:
-    """Progress goes to standard error, so that results can be piped."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _report(found: dict[str, Distance], reference: str, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from rich.console import Console
-    from rich.table import Table
-
-    if as_json:
-        print(
-            json.dumps({"reference": reference, "plans": {k: asdict(v) for k, v in found.items()}})
-        )
-        return
-    table = Table(title=f"distance to {reference}, nats")
-    for name in ("plan", "positions", "mean KL", "KL p99", "same top token", "perplexity"):
-        table.add_column(name, justify="left" if name == "plan" else "right")
-    for plan, one in found.items():
-        table.add_row(
-            plan,
-            str(one.positions),
-            f"{one.kl:.5f}",
-            f"{one.kl_p99:.4f}",
-            f"{one.top1:.1%}",
-            f"{one.candidate_perplexity:.3f} ({one.reference_perplexity:.3f})",
-        )
-    Console().print(table)
+    return eval_run

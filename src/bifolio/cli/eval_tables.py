@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bifolio.evals.compare import Comparison
+from bifolio.evals.distance_run import Measured
+from bifolio.evals.gate import Gate
 from bifolio.evals.session import Compared
 
 
@@ -25,6 +27,64 @@ def p_text(p: float | None) -> str:
     if p is None:
         return "–"
     return f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"
+
+
+def distance_table(found: Measured) -> None:
+    """Distance of one candidate by text and context, with the reference's noise beside it."""
+    table = _table(
+        f"{found.candidate['plan']} beside {found.reference['plan']}: KL in nats",
+        "text",
+        "context",
+        "KL",
+        "noise",
+        "p99",
+        "same top",
+        "noise",
+        "ppl",
+        "ref.",
+    )
+    for one in found.rows:
+        noise = one.noise.floor if one.noise else None
+        table.add_row(
+            one.text,
+            str(one.context or "all"),
+            f"{one.distance.kl:.5f}",
+            f"{noise.kl:.5f}" if noise else "–",
+            f"{one.distance.kl_p99:.3f}",
+            f"{one.distance.top1:.1%}",
+            f"{noise.top1:.1%}" if noise else "–",
+            f"{one.distance.candidate_perplexity:.2f}",
+            f"{one.distance.reference_perplexity:.2f}",
+        )
+    console = Console()
+    console.print(table)
+    whole = found.rows[-1]
+    kl, top, nll = whole.kl, whole.top1, whole.nll_difference
+    console.print(
+        f"mean KL {kl.low:.5f} to {kl.high:.5f}, same top token {top.low:.1%} to {top.high:.1%}, "
+        f"nats per token {nll.low:+.4f} to {nll.high:+.4f} (95 %)",
+        highlight=False,
+    )
+    if found.floor and whole.noise:
+        console.print(
+            f"noise: the reference beside {found.floor['plan']} on {found.floor['kernels']}; the "
+            f"candidate is farther in {whole.noise.farther} windows and nearer in "
+            f"{whole.noise.nearer} (sign test p {p_text(whole.noise.p)})",
+            highlight=False,
+        )
+
+
+def gate_table(gate: Gate) -> None:
+    """The failures first, each with what it lacks: shown different is not the same as not shown."""
+    for one in gate.failures:
+        print(f"FAIL  {one.slice}: {one.verdict}; {one.reason}")
+    for one in gate.slices:
+        if one not in gate.failures:
+            print(f"pass  {one.slice}: {one.reason}")
+    if gate.passed:
+        print(f"passed: all {len(gate.slices)} slices are shown equivalent")
+    else:
+        print(f"not passed: {len(gate.failures)} of {len(gate.slices)} slices stand against it")
 
 
 def task_table(found: Compared) -> None:
@@ -65,6 +125,7 @@ def _notes(one: Comparison) -> list[str]:
         notes.append(
             f"difference {one.difference:+.3f}, bootstrap {low:+.3f} to {high:+.3f} (95 %)"
         )
+    notes += [f"{name} {value:.3f}" for name, value in one.measures.items() if value is not None]
     if one.left_out:
         notes.append(f"{one.left_out} items are too long for the model and were left out")
     for facts, name in ((one.reference, "reference"), (one.candidate, "candidate")):

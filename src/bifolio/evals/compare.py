@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from bifolio.evals.answers import Answer, Prompted
@@ -12,6 +12,7 @@ from bifolio.evals.stats import (
     Pairs,
     binomial_tail,
     bootstrap,
+    holm,
     items_needed,
     likely_flip_rate,
     mcnemar,
@@ -103,10 +104,12 @@ class Comparison:
     bootstrap: tuple[float, float] | None = None
     score: tuple[float, float] | None = None
     mcnemar_p: float | None = None
+    mcnemar_holm: float | None = None
     equivalence_p: float | None = None
     items_needed: int | None = None
     likelihoods: Likelihoods | None = None
     groups: tuple[GroupRow, ...] = ()
+    measures: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def compare(
@@ -147,7 +150,25 @@ def compare(
         items_needed=None if refusal else items_needed(margin, likely_flip_rate(pairs)),
         likelihoods=_likelihoods(*answers, seed),
         groups=_groups(prompts[0], *answers),
+        measures=_measures(prompts[0], *answers),
     )
+
+
+def adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Holm's adjustment over all tasks of one candidate: `mcnemar_holm`, and verdicts by it.
+
+    One slice in twenty would be "shown different" by chance; together they are at the level of
+    one. Equivalence needs no adjustment: a gate asks it of every slice.
+    """
+    places = [i for i, one in enumerate(comparisons) if one.mcnemar_p is not None]
+    p_values = holm([p for one in comparisons if (p := one.mcnemar_p) is not None])
+    found = list(comparisons)
+    for i, p in zip(places, p_values, strict=True):
+        one = replace(found[i], mcnemar_holm=p)
+        if one.verdict is Verdict.DIFFERENT and p >= ALPHA:
+            one = replace(one, verdict=Verdict.NOT_SHOWN)
+        found[i] = one
+    return found
 
 
 def _refusal(reference: SideFacts, candidate: SideFacts) -> str:
@@ -244,3 +265,11 @@ def _groups(
         pairs = Pairs.of([r for r, _ in found], [c for _, c in found])
         rows.append(GroupRow(name, pairs.n, pairs.reference, pairs.candidate, pairs.flips))
     return tuple(rows)
+
+
+def _measures(
+    one: Prompted, reference: Sequence[Answer], candidate: Sequence[Answer]
+) -> Mapping[str, float | None]:
+    if one.task.measure is None:
+        return {}
+    return one.task.measure(one.items, [a.text for a in reference], [a.text for a in candidate])

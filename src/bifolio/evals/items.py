@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,10 @@ Judge = Callable[[Item, str], Judgement]
 """Reads the text of an answer; never raises, whatever the model wrote."""
 
 
+Measure = Callable[[Sequence[Item], Sequence[str], Sequence[str]], Mapping[str, float | None]]
+"""More numbers about a task, from the raw answers of the reference and of the candidate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Items of one kind that are judged alike: the unit of every comparison.
@@ -54,6 +58,7 @@ class Task:
     stop: tuple[str, ...] = ("\n",)
     language: str = "en"
     scored: bool = True
+    measure: Measure | None = None
 
 
 def judge_exact(item: Item, text: str) -> Judgement:

@@ -8,7 +8,7 @@ from typing import Any
 
 from bifolio.errors import ConfigError
 from bifolio.evals.answers import Answer, Progress, Prompted, ask, prompted
-from bifolio.evals.compare import Comparison, compare
+from bifolio.evals.compare import Comparison, adjusted, compare
 from bifolio.evals.items import Task
 from bifolio.evals.results import side
 from bifolio.evals.subject import Setup, Subject, Texts
@@ -63,10 +63,12 @@ class TaskRun:
                 candidate=other_side,
                 prompts=prompts,
                 answers=pairs,
-                comparisons=[
-                    compare((one, one), pair, self.margin, self.seed)
-                    for one, pair in zip(prompts, pairs, strict=True)
-                ],
+                comparisons=adjusted(
+                    [
+                        compare((one, one), pair, self.margin, self.seed)
+                        for one, pair in zip(prompts, pairs, strict=True)
+                    ]
+                ),
             )
 
     def _answers(

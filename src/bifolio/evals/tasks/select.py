@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from bifolio.errors import ConfigError
 from bifolio.evals.items import Task
+from bifolio.evals.tasks.arithmetic import arithmetic
+from bifolio.evals.tasks.coding import coding
 from bifolio.evals.tasks.copying import copying
+from bifolio.evals.tasks.files import file_tasks
+from bifolio.evals.tasks.local import local_tasks
 from bifolio.evals.tasks.retrieval import retrieval
+from bifolio.evals.tasks.slovak import slovak
+from bifolio.evals.tasks.tools import tools
 
 
 def built_in(items: int, seed: int) -> list[Task]:
     """The sets written for this project, `items` of each where they are drawn by rule."""
-    return [*copying(items, seed), *retrieval(items, seed)]
+    drawn = (copying, retrieval, arithmetic, tools, coding)
+    return [*(task for make in drawn for task in make(items, seed)), *slovak()]
+
+
+def available(items: int, seed: int, data: Path | None, files: Sequence[Path]) -> list[Task]:
+    """The tasks of `files` and of the folder `data`, or if neither is given the built-in ones."""
+    found = [task for path in files for task in file_tasks(path)]
+    if data is not None:
+        found += local_tasks(data, items)
+    return found or built_in(items, seed)
 
 
 def chosen(tasks: Sequence[Task], names: Sequence[str]) -> list[Task]:

@@ -1,0 +1,185 @@
+"""What the subcommands of `bifolio eval` do, behind their options."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bifolio.cli.eval_options import Asked, Read, Sides
+from bifolio.cli.eval_tables import distance_table, gate_table, task_table
+from bifolio.evals.distance_run import (
+    DistanceRun,
+    Floor,
+    Measured,
+    built_in_passages,
+    local_passages,
+    read_passage,
+)
+from bifolio.evals.gate import Gate, distance_slices, task_slices
+from bifolio.evals.results import document, item_lines, write
+from bifolio.evals.session import Compared, TaskRun
+from bifolio.evals.stats import items_needed
+from bifolio.evals.subject import Setup, Texts
+from bifolio.evals.tasks.select import available, chosen
+
+
+def distance(sides: Sides, read: Read, out: Path | None, as_json: bool) -> None:
+    """Measure, print and write the distance of every candidate."""
+    documents = []
+    for found in _measure(sides, read, Texts(sides.model)):
+        documents.append(
+            document(
+                "distance",
+                sides.model,
+                found.reference,
+                found.candidate,
+                _settings(read),
+                **_distance_parts(found),
+            )
+        )
+        _write(out, documents[-1])
+        if not as_json:
+            distance_table(found)
+    if as_json:
+        print(json.dumps(documents, ensure_ascii=False))
+
+
+def tasks(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None:
+    """Ask, print and write the answers of every candidate."""
+    documents = []
+    for found in _ask(sides, asked, Texts(sides.model)):
+        documents.append(
+            document(
+                "tasks",
+                sides.model,
+                found.reference,
+                found.candidate,
+                _settings(asked),
+                tasks=found.comparisons,
+            )
+        )
+        _write(out, documents[-1], found)
+        if not as_json:
+            task_table(found)
+    if as_json:
+        print(json.dumps(documents, ensure_ascii=False))
+
+
+def gate(
+    sides: Sides,
+    asked: Asked,
+    read: Read,
+    limits: tuple[float | None, float | None],
+    out: Path | None,
+    as_json: bool,
+) -> bool:
+    """Whether every candidate passes: tasks, and the distance where a limit on it is given."""
+    texts = Texts(sides.model)
+    measured: list[Measured] | list[None] = [None] * len(sides.candidates)
+    if limits != (None, None):
+        measured = _measure(sides, read, texts)
+    documents, passed = [], True
+    for found, far in zip(_ask(sides, asked, texts), measured, strict=True):
+        slices = task_slices(found.comparisons)
+        if far is not None:
+            slices += distance_slices(far.rows, *limits)
+        verdict = Gate(tuple(slices))
+        passed = passed and verdict.passed
+        whole = document(
+            "gate",
+            sides.model,
+            found.reference,
+            found.candidate,
+            _settings(asked) | {"max_kl": limits[0], "min_top1": limits[1]},
+            tasks=found.comparisons,
+            gate={
+                "passed": verdict.passed,
+                "failures": verdict.failures,
+                "slices": verdict.slices,
+            },
+            **({} if far is None else _distance_parts(far)),
+        )
+        documents.append(whole)
+        _write(out, whole, found)
+        if not as_json:
+            if far is not None:
+                distance_table(far)
+            task_table(found)
+            gate_table(verdict)
+    if as_json:
+        print(json.dumps(documents, ensure_ascii=False))
+    return passed
+
+
+def _setups(sides: Sides) -> list[Setup]:
+    return [
+        Setup(sides.model, plan, sides.kernels, sides.threads)
+        for plan in (sides.reference, *sides.candidates)
+    ]
+
+
+def _measure(sides: Sides, read: Read, texts: Texts) -> list[Measured]:
+    passages = [read_passage(path) for path in read.texts]
+    if read.data is not None:
+        passages += local_passages(read.data)
+    run = DistanceRun(
+        passages or built_in_passages(),
+        read.contexts,
+        read.scored,
+        read.windows,
+        Floor(read.floor),
+        read.seed,
+    )
+    reference, *candidates = _setups(sides)
+    return run.measure(reference, candidates, texts, _say)
+
+
+def _ask(sides: Sides, asked: Asked, texts: Texts) -> Iterator[Compared]:
+    count = asked.items or items_needed(asked.margin, flip_rate=0.0)
+    found = available(count, asked.seed, asked.data, asked.files)
+    run = TaskRun(chosen(found, asked.names), asked.margin, asked.seed, asked.chat)
+    reference, *candidates = _setups(sides)
+    return run.compare(reference, candidates, texts, _say)
+
+
+def _distance_parts(found: Measured) -> dict[str, Any]:
+    return {
+        "distance": found.rows,
+        "floor": found.floor,
+        "prompts_digest": found.prompts_digest,
+    }
+
+
+def _settings(options: Asked | Read) -> dict[str, Any]:
+    """The options as JSON has them."""
+    found = asdict(options)
+    for name in ("data", "texts", "files"):
+        if isinstance(found.get(name), list):
+            found[name] = list(map(str, found[name]))
+        elif found.get(name) is not None:
+            found[name] = str(found[name])
+    return found
+
+
+def _write(out: Path | None, whole: dict[str, Any], found: Compared | None = None) -> None:
+    if out is None:
+        return
+    lines = (
+        (
+            line
+            for prompts, pair in zip(found.prompts, found.answers, strict=True)
+            for line in item_lines(prompts, *pair)
+        )
+        if found
+        else ()
+    )
+    _say(f"written: {write(out, whole, lines)}")
+
+
+def _say(text: str) -> None:
+    """Progress goes to standard error, so that results can be piped."""
+    print(text, file=sys.stderr, flush=True)
