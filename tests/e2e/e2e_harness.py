@@ -75,18 +75,24 @@ async def serving_over(engine_config, factory, text, *, beat_timeout=10.0, **con
     """A server over the engine that `factory` builds; config: fields of ServerConfig."""
     engine = AsyncEngine(engine_config, factory=factory, beat_timeout=beat_timeout)
     settings = ServerConfig(engine=engine_config, served_name="tiny", **config)
+    async with engine, serving_client(engine, settings, text) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def serving_client(engine, settings, text):
+    """A server over an engine, or what acts as one, that has started."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        async with engine:
-            app = create_app(engine, text.tokenizer, text.template, settings)
-            ready = asyncio.Event()
-            server = Server(app, settings, ready.set)
-            task = asyncio.create_task(server.serve([listener]))
-            await ready.wait()
-            running = Running(engine, server, f"http://127.0.0.1:{listener.getsockname()[1]}")
-            try:
-                yield running
-            finally:
-                await running.http.aclose()
-                await running.openai.close()
-                server.stop()
-                await task
+        app = create_app(engine, text.tokenizer, text.template, settings)
+        ready = asyncio.Event()
+        server = Server(app, settings, ready.set)
+        task = asyncio.create_task(server.serve([listener]))
+        await ready.wait()
+        running = Running(engine, server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        try:
+            yield running
+        finally:
+            await running.http.aclose()
+            await running.openai.close()
+            server.stop()
+            await task
