@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from pools import DecodePool, PrefillPool, kernels, tiny_spec
 
@@ -34,6 +35,7 @@ class Pair:
         retries: RetryBudget | None = None,
         secrets: tuple[bytes, bytes] = (b"", b""),
         max_queue: int = 256,
+        hello_changes: dict[str, Any] | None = None,
     ) -> None:
         self.now = 0.0
         self.source, self.target = source, target
@@ -42,7 +44,14 @@ class Pair:
         one, other = ends or loopback()
         record = target.spec.page_bytes
         self.decode = DecodeSide[PoolReservation](
-            Link(other, target.hello(slots), record, secret=secrets[1], timing=timing, clock=clock),
+            Link(
+                other,
+                target.hello(slots, **(hello_changes or {})),
+                record,
+                secret=secrets[1],
+                timing=timing,
+                clock=clock,
+            ),
             target.sink,
             max_queue=max_queue,
         )

@@ -61,7 +61,7 @@ class World:
     def __post_init__(self) -> None:
         self.now = 0.0
         self.random = random.Random(self.seed)
-        ops = KERNELS
+        self.ops = ops = kernels()
         formats, sizes, pages = self.load.formats, self.load.sizes, self.load.pages
         self.source = PrefillPool(tiny_spec(formats[0], sizes[0]), pages[0], ops)
         self.target = DecodePool(
@@ -206,7 +206,6 @@ class World:
         )
 
 
-KERNELS = kernels()
 _PRISTINE: dict[tuple[object, ...], list[bytes]] = {}
 
 
@@ -216,13 +215,13 @@ def expected(world: World, request: Request) -> list[bytes]:
     if key not in _PRISTINE:
         agreement = world.decode.link.agreement
         assert agreement is not None
-        pool = PrefillPool(world.source.spec, 16, KERNELS)
+        pool = PrefillPool(world.source.spec, 16, world.ops)
         table = pool.open(request)
         length = len(request.prompt_ids)
         pool.compute(request, length)
         count = world.target.spec.pages_for(length)
-        records = PrefillPool(world.target.spec, count, KERNELS).pool.tensor.numpy()
-        PageCodec(agreement, KERNELS).encode(
+        records = PrefillPool(world.target.spec, count, world.ops).pool.tensor.numpy()
+        PageCodec(agreement, world.ops).encode(
             pool.pool.tensor, table.page_ids, length, 0, range(count), records
         )
         _PRISTINE[key] = [record[64:].tobytes() for record in records]
