@@ -1,0 +1,170 @@
+"""Two pools of real processes: killed, frozen, drained, refused; answers stay those of the oracle."""
+
+import asyncio
+import random
+import signal
+
+import pytest
+from e2e_harness import serving_client, until
+from pool_cases import completion, essence
+from pool_processes import PLAN, kill, pools, until_accounted, until_whole
+from test_two_pools_answers import all_cases, settings, text_of
+
+from bifolio.errors import ConfigError
+from bifolio.testing.oracle import Oracle
+from bifolio.testing.tiny import tiny_config, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("tiny"), tiny_config("llama")))
+
+
+def prompts(count, seed=0):
+    """Requests of many lengths; every third starts like another one."""
+    rng = random.Random(seed)
+    starts = [[rng.randrange(3, 300) for _ in range(90)] for _ in range(4)]
+    found = []
+    for i in range(count):
+        prompt = rng.choice(starts)[: rng.randrange(1, 90)] if i % 3 == 0 else []
+        prompt = prompt + [rng.randrange(3, 300) for _ in range(rng.randrange(1, 60))]
+        body = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0, 0.9])}
+        body |= {"seed": i, "ignore_eos": bool(i % 2), "logprobs": 1 if i % 4 == 0 else None}
+        found.append(completion(prompt, **body))
+    return found
+
+
+async def expected_answers(model, requests):
+    async with serving_client(Oracle(model, *PLAN), settings(model), text_of(model)) as oracle:
+        return [essence((await oracle.post(path, **body)).text) for path, body in requests]
+
+
+async def traffic(server, requests, expected, concurrency, after=None):
+    """Send all; wrong answers, and how many ended in which clean error."""
+    wrong, errors, done = [], {}, 0
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(i):
+        nonlocal done
+        path, body = requests[i]
+        async with gate:
+            answer = await server.http.post(path, json=body, timeout=180)
+        done += 1
+        if after is not None:
+            after(done)
+        if answer.status_code == 200:
+            if essence(answer.text) != expected[i]:
+                wrong.append((i, answer.text))
+            return
+        code = answer.json()["error"]["code"]
+        errors[code] = errors.get(code, 0) + 1
+
+    await asyncio.gather(*(one(i) for i in range(len(requests))))
+    return wrong, errors
+
+
+async def kill_each_once(model, count, concurrency, transport="shm"):
+    requests = prompts(count)
+    expected = await expected_answers(model, requests)
+    async with pools(model, 2, 2, transport=transport) as server:
+        router = server.engine
+        order = ["d0", "p0", "d1", "p1"]
+        moments = {count * (i + 1) // 6: name for i, name in enumerate(order)}
+
+        def after(done):
+            if done in moments:
+                kill(router, moments[done])
+
+        wrong, errors = await traffic(server, requests, expected, concurrency, after)
+        assert wrong == []
+        assert errors == {}  # recomputed, all of them
+        await until_whole(router, restarts=4)
+        await until_accounted(router)
+        assert router.retries["worker_lost"] > 0
+        again, errors = await traffic(server, requests[:20], expected[:20], 8)
+        assert (again, errors) == ([], {})
+        await until_accounted(router)
+        return router
+
+
+@pytest.mark.timeout(300)
+async def test_each_worker_is_killed_once_and_no_answer_changes(model):
+    await kill_each_once(model, 60, 8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_each_worker_is_killed_once_among_500_requests(model, transport):
+    await kill_each_once(model, 500, 16, transport)
+
+
+@pytest.mark.soak
+async def test_a_worker_lost_in_mid_answer_ends_it_where_the_policy_says_so(model):
+    async with pools(model, on_loss="fail") as server:
+        path, body = completion([5, 6, 7], max_tokens=400, ignore_eos=True)
+        asking = asyncio.create_task(server.http.post(path, json=body, timeout=60))
+        await until(lambda: server.engine.fleet.member("d0").stats.running == 1, 20)
+        kill(server.engine, "d0")
+        answer = await asking
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+        await until_whole(server.engine, restarts=1)
+        assert (await server.post(path, **body | {"max_tokens": 3})).status_code == 200
+
+
+@pytest.mark.soak
+async def test_a_frozen_worker_is_replaced(model, monkeypatch):
+    monkeypatch.setattr("bifolio.engine.client.BEAT_TIMEOUT", 2.0)
+    async with pools(model) as server:
+        router = server.engine
+        for member in router.fleet.members:
+            member.engine._beat_timeout = 2.0
+        kill(router, "p0", signal.SIGSTOP)
+        path, body = completion([5, 6, 7], max_tokens=5)
+        assert (await server.http.post(path, json=body, timeout=90)).status_code == 200
+        await until_whole(router, restarts=1)
+
+
+@pytest.mark.soak
+async def test_workers_are_replaced_one_by_one_without_a_lost_request(model):
+    requests = prompts(120, seed=1)
+    expected = await expected_answers(model, requests)
+    async with pools(model, 2, 2) as server:
+        router = server.engine
+
+        async def replace_all():
+            for member in router.fleet.members:
+                await router.fleet.replace(member.name)
+                await until_whole(router, 0)
+
+        replacing = asyncio.create_task(replace_all())
+        wrong, errors = await traffic(server, requests, expected, 6)
+        await replacing
+        assert (wrong, errors) == ([], {})
+        assert router.retries["worker_lost"] == 0
+        await until_accounted(router)
+
+
+@pytest.mark.soak
+async def test_models_that_differ_are_refused_before_any_request(model, tmp_path):
+    other = str(write_model(tmp_path, tiny_config("llama"), seed=1))
+    from pool_processes import config
+
+    from bifolio.disagg.fleet import Fleet
+
+    fleet = Fleet([config(model, PLAN[0])], [config(other, PLAN[1])])
+    with pytest.raises(ConfigError, match="weights differs"):
+        await fleet.start()
+    await fleet.stop()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_all_cases_through_processes_sockets_and_router(model, transport):
+    oracle, text = Oracle(model, *PLAN), text_of(model)
+    requests = all_cases(oracle, text.tokenizer)
+    expected = await expected_answers(model, requests)
+    async with pools(model, transport=transport) as server:
+        wrong, errors = await traffic(server, requests, expected, 4)
+        assert (wrong, errors) == ([], {})
+        await until_accounted(server.engine)
