@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
+from pathlib import Path
 
 from e2e_harness import serving_client, until
 
@@ -33,8 +34,6 @@ async def pools(model, prefill=1, decode=1, *, plan=PLAN, transport="shm", on_lo
         everyone = [(p, d) for p, d in itertools.product(fleet.prefill, fleet.decode)]
         await until(lambda: all(d.name in p.peers for p, d in everyone), 60)
         settings = ServerConfig(engine=config(model, plan[0]), served_name="m")
-        from pathlib import Path
-
         async with serving_client(router, settings, load_text_side(Path(model))) as running:
             yield running
     finally:

@@ -1,4 +1,4 @@
-"""Two pools of real processes: killed, frozen, drained, refused; answers stay those of the oracle."""
+"""Two pools of real processes, killed, frozen, replaced, refused: answers stay the oracle's."""
 
 import asyncio
 import random
@@ -7,9 +7,10 @@ import signal
 import pytest
 from e2e_harness import serving_client, until
 from pool_cases import completion, essence
-from pool_processes import PLAN, kill, pools, until_accounted, until_whole
+from pool_processes import PLAN, config, kill, pools, until_accounted, until_whole
 from test_two_pools_answers import all_cases, settings, text_of
 
+from bifolio.disagg.fleet import Fleet
 from bifolio.errors import ConfigError
 from bifolio.testing.oracle import Oracle
 from bifolio.testing.tiny import tiny_config, write_model
@@ -113,8 +114,7 @@ async def test_a_worker_lost_in_mid_answer_ends_it_where_the_policy_says_so(mode
 
 
 @pytest.mark.soak
-async def test_a_frozen_worker_is_replaced(model, monkeypatch):
-    monkeypatch.setattr("bifolio.engine.client.BEAT_TIMEOUT", 2.0)
+async def test_a_frozen_worker_is_replaced(model):
     async with pools(model) as server:
         router = server.engine
         for member in router.fleet.members:
@@ -148,9 +148,6 @@ async def test_workers_are_replaced_one_by_one_without_a_lost_request(model):
 @pytest.mark.soak
 async def test_models_that_differ_are_refused_before_any_request(model, tmp_path):
     other = str(write_model(tmp_path, tiny_config("llama"), seed=1))
-    from pool_processes import config
-
-    from bifolio.disagg.fleet import Fleet
 
     fleet = Fleet([config(model, PLAN[0])], [config(other, PLAN[1])])
     with pytest.raises(ConfigError, match="weights differs"):
