@@ -34,12 +34,18 @@ def read_plan(text: str) -> PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How to build a subject: `kernels` as for serve, `threads` 0 for all processors."""
+    """How to build a subject: `kernels` as for serve, `threads` 0 for all processors.
+
+    ConfigError if the plan cannot be read: before any engine is built.
+    """
 
     model: str
     plan: str
     kernels: str = "auto"
     threads: int = 0
+
+    def __post_init__(self) -> None:
+        read_plan(self.plan)
 
     def config(self, source: ModelSource, tokens: int) -> EngineConfig:
         """An engine with room for a request of `tokens` tokens in every seat, or nearly."""
