@@ -1,0 +1,82 @@
+"""The evaluation tells a broken plan from a sound one, and a plan from itself not at all."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bifolio.evals.compare import Verdict
+from bifolio.evals.distance_run import DistanceRun, built_in_passages
+from bifolio.evals.session import BuildSubject, Compared, TaskRun
+from bifolio.evals.subject import Setup, Subject, Texts
+from bifolio.evals.tasks.select import built_in, chosen
+from bifolio.testing.plan_faults import PlanFault, faulty
+from bifolio.testing.tiny import tiny_config, write_model
+
+PLANS = {
+    PlanFault.CACHE_SCALE: "bf16/fp8",
+    PlanFault.SWAPPED_NIBBLES: "int4:g32/bf16",
+    PlanFault.ZEROED_LAYER: "bf16/bf16",
+}
+FAULTS = pytest.mark.parametrize("fault", PLANS)
+SMOLLM2 = "smollm2-135m"
+
+
+def distance_p(model: str, sides: tuple[str, str], build: BuildSubject, scored: int) -> float:
+    """p that the candidate is no farther from the reference than its noise: 16 windows."""
+    run = DistanceRun(built_in_passages(), contexts=(64,), scored=scored, count=8)
+    reference, plan = sides
+    setup, texts = Setup(model, reference), Texts(model)
+    (found,) = run.measure(setup, [Setup(model, plan)], texts, build=(Subject, build))
+    assert found.rows[-1].noise is not None
+    return found.rows[-1].noise.p
+
+
+def compared(plan: str, build: BuildSubject, items: int, kernels: str = "auto") -> Compared:
+    run = TaskRun(chosen(built_in(items, seed=0), ["copy-identifiers", "kv"]), margin=0.05)
+    sides = Setup(SMOLLM2, "bf16/bf16"), [Setup(SMOLLM2, plan, kernels)]
+    (found,) = run.compare(*sides, Texts(SMOLLM2), build=(Subject, build))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    write_model(folder, tiny_config(max_position_embeddings=4096))
+    return str(folder)
+
+
+@FAULTS
+def test_a_broken_plan_is_told_from_the_same_plan_unbroken(tiny: str, fault: PlanFault) -> None:
+    """The reference has the same formats, so that nothing but the fault can be seen."""
+    assert distance_p(tiny, (PLANS[fault], PLANS[fault]), faulty(fault), scored=8) < 0.001
+
+
+def test_a_plan_is_not_told_from_itself(tiny: str) -> None:
+    """The same kernels give the same bits, which are nearer to themselves than any noise."""
+    run = DistanceRun(built_in_passages(), contexts=(64,), scored=8, count=8)
+    setup, texts = Setup(tiny, "bf16/bf16"), Texts(tiny)
+    (found,) = run.measure(setup, [setup], texts)
+    assert found.rows[-1].distance.kl == 0.0
+    assert found.rows[-1].noise is not None
+    assert found.rows[-1].noise.farther == 0
+
+
+@pytest.mark.soak
+@FAULTS
+def test_the_default_model_shows_a_broken_plan_within_five_minutes(fault: PlanFault) -> None:
+    started = time.monotonic()
+    assert distance_p(SMOLLM2, ("bf16/bf16", PLANS[fault]), faulty(fault), scored=32) < 0.001
+    found = compared(PLANS[fault], faulty(fault), items=24)
+    assert all(c.verdict is not Verdict.EQUIVALENT for c in found.comparisons)
+    assert any(c.likelihoods and c.likelihoods.p < 0.001 for c in found.comparisons)
+    assert time.monotonic() - started < 300
+
+
+@pytest.mark.soak
+def test_the_default_model_is_equivalent_to_itself() -> None:
+    found = compared("bf16/bf16", Subject, items=60)
+    assert {c.verdict for c in found.comparisons} == {Verdict.EQUIVALENT}
+    assert all(r == c for pair in found.answers for r, c in zip(*pair, strict=True))
