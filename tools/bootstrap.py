@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 INPUTS = ("pyproject.toml", "constraints.txt", "CMakeLists.txt", "csrc/**/*")
-EXTRAS = {"run": "", "dev": "[dev]"}
+EXTRAS = {"run": "[report]", "dev": "[dev]"}
 CPP20_PROBE = "#include <concepts>\n#include <span>\nint main() { return 0; }\n"
 
 
@@ -67,7 +67,7 @@ def pip(*arguments: str) -> None:
 
 
 def main() -> None:
-    """Install what `run` (serving) or `dev` (tests too) needs, unless it is there already."""
+    """Install what `run` (serving, reports) or `dev` (tests too) needs, unless it is there."""
     kind = sys.argv[1] if len(sys.argv) == 2 and sys.argv[1] in EXTRAS else sys.exit(__doc__)
     stamps = {k: VENV / f".installed-{k}" for k in EXTRAS}
     wanted = fingerprint(kind)

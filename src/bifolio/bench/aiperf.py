@@ -107,6 +107,7 @@ def summary(run: Run, target: Description) -> dict[str, Any]:
         "error_summary": _errors(failed),
         "start_time": _time(start),
         "end_time": _time(start + run.seen.seconds),
+        "input_config": _input_config(run, target),
         "run_info": _run_info(run),
         "bifolio": {"target": target.model, "plan": target.plan, "kind": target.kind},
     }
@@ -140,6 +141,35 @@ def _run_info(run: Run) -> dict[str, Any]:
         "variation_label": f"concurrency_{concurrency}" if concurrency else run.load.name,
         "variation_index": 0,
         "variation_values": {"phases.profiling.concurrency": concurrency} if concurrency else {},
+    }
+
+
+def _input_config(run: Run, target: Description) -> dict[str, Any] | None:
+    """What of AIPerf's own configuration means this run; a replayed trace has no such thing."""
+    load, figures = run.load, run.figures
+    if load.concurrency is None and load.rate is None:
+        return None
+    arrivals: dict[str, Any] = (
+        {"type": "concurrency", "concurrency": load.concurrency}
+        if load.concurrency is not None
+        else {"type": "poisson", "rate": load.rate}
+    )
+    sent = max(1, figures.succeeded)
+    lengths = {
+        "isl": {"mean": max(1.0, figures.asked_prompt / sent)},
+        "osl": {"mean": max(1.0, figures.asked_output / sent)},
+    }
+    return {
+        "models": {"items": [{"name": target.model}]},
+        "endpoint": {
+            "urls": [target.url or "http://localhost"],
+            "type": "completions",
+            "streaming": True,
+        },
+        "datasets": [
+            {"name": "main", "type": "synthetic", "entries": figures.sent, "prompts": lengths}
+        ],
+        "phases": [{"name": "profiling", "requests": figures.sent, **arrivals}],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -128,12 +129,13 @@ class Results:
         }
 
     def write(self, folder: Path) -> None:
-        """`bench.json`, and a folder for each run in AIPerf's schema below `aiperf/`."""
+        """`bench.json`; each run in AIPerf's schema, below `aiperf/` and the time of the start."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        base = folder / "aiperf" / re.sub(r"\D", "", self.environment.created[:19])
         for run in self.runs:
             parts = [_file_name(part) for part in (run.target, run.part, run.label) if part]
-            write_run(run, self.targets[run.target], folder / "aiperf" / "-".join(parts))
+            write_run(run, self.targets[run.target], base / "-".join(parts))
 
 
 def _comparisons(points: Sequence[Point], first: str) -> list[Comparison]:

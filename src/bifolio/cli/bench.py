@@ -65,6 +65,7 @@ def bench(
     goal_tpot: options.GoalTpot = None,
     price: options.Price = 1.0,
     out: options.Out = None,
+    markdown: options.Markdown = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure speed and cost of an engine in this process, of a server, or of any OpenAI API.
@@ -103,7 +104,7 @@ def bench(
         results = run.measure_one(
             target, wishes, None if automatic else loads, repeats, price, quiet=as_json
         )
-    run.finish(results, out, as_json=as_json)
+    run.finish(results, out, markdown, as_json=as_json)
 
 
 @app.command()
@@ -153,6 +154,7 @@ def compare(
     goal_tpot: options.GoalTpot = None,
     price: options.Price = 1.0,
     out: options.Out = None,
+    markdown: options.Markdown = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure several plans alternately and say what each is to the first, with intervals.
@@ -184,4 +186,4 @@ def compare(
         results = run.measure_several(
             targets, wishes, loads, repeats, price, alone=alone, quiet=as_json
         )
-    run.finish(results, out, as_json=as_json)
+    run.finish(results, out, markdown, as_json=as_json)

@@ -87,7 +87,11 @@ Price = Annotated[
     option(JUDGE, "Price of the machine, for costs.", "--price-per-hour", metavar="PRICE", min=0.0),
 ]
 Out = Annotated[
-    Path | None, option(OUT, "Write bench.json, pages and AIPerf files here.", metavar="DIR")
+    Path | None,
+    option(OUT, "Write bench.json, bench.html, plots and AIPerf's files here.", metavar="DIR"),
+]
+Markdown = Annotated[
+    Path | None, option(OUT, "Write the page as Markdown, without plots.", metavar="FILE")
 ]
 AsJson = Annotated[bool, option(OUT, "Print one JSON object.", "--json")]
 

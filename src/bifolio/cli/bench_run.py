@@ -13,6 +13,8 @@ from rich.console import Console
 
 from bifolio.bench.comparison import ALONE, alone_plan, alternate
 from bifolio.bench.environment import Environment, describe_environment
+from bifolio.bench.report.joined import bench_page
+from bifolio.bench.report.render import to_markdown, write_page
 from bifolio.bench.results import Results
 from bifolio.bench.session import Load, Tell, series, warm_up
 from bifolio.bench.sweep import MOST, explore
@@ -96,14 +98,21 @@ def measure_several(
     return Results(environment, described, plan, price, runs)
 
 
-def finish(results: Results, out: Path | None, *, as_json: bool) -> None:
+def finish(
+    results: Results, out: Path | None, markdown: Path | None = None, *, as_json: bool
+) -> None:
     """Print, write, and end with a status that says whether to believe it."""
     if as_json:
         print(json.dumps(results.as_dict(), indent=2))
     else:
         print_results(results)
-    if out is not None:
-        results.write(out)
+    if out is not None or markdown is not None:
+        page = bench_page(results.as_dict())
+        if out is not None:
+            results.write(out)
+            write_page(page, out / "bench.html")
+        if markdown is not None:
+            markdown.write_text(to_markdown(page), encoding="utf-8")
     if results.invalid:
         raise typer.Exit(EXIT_INVALID)
 

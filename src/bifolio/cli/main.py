@@ -16,6 +16,7 @@ from bifolio.cli.console import ERROR_PREFIX
 from bifolio.cli.doctor import doctor
 from bifolio.cli.eval import app as eval_app
 from bifolio.cli.plan import plan
+from bifolio.cli.report import report
 from bifolio.cli.serve import serve
 from bifolio.errors import BifolioError
 
@@ -79,6 +80,7 @@ app.command()(plan)
 app.add_typer(eval_app)
 app.add_typer(bench.app)
 app.command()(compress)
+app.command()(report)
 app.command()(doctor)
 
 

@@ -1,0 +1,55 @@
+"""`bifolio report`: plan, bench and eval of a deployment as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Where plan --json, bench --out and eval --out have left their results.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page.", metavar="FILE", show_default="DIR/report.html"),
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also as Markdown, without plots.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Join the results in a folder into one HTML page that stands for itself, and a JSON.
+
+    The page has what was measured, the published figures that the planner
+    is held to with this machine's beside them, assumptions, versions, and
+    the commands to repeat it. What is missing is named.
+
+    [bold]Example[/]
+
+      bifolio plan -m smollm2-135m --cache fp8 --json > results/plan.json
+      bifolio bench compare bf16/bf16 bf16/fp8 --out results
+      bifolio eval tasks --candidate bf16/fp8 --out results
+      bifolio report results
+    """
+    import json
+
+    from bifolio.bench.report.documents import read_documents
+    from bifolio.bench.report.joined import as_dict, joined_page
+    from bifolio.bench.report.render import to_markdown, write_page
+
+    found = read_documents(folder)
+    page = joined_page(found)
+    path = out or folder / "report.html"
+    write_page(page, path)
+    path.with_suffix(".json").write_text(json.dumps(as_dict(found), indent=1) + "\n")
+    if markdown is not None:
+        markdown.write_text(to_markdown(page), encoding="utf-8")
+    print(f"written: {path}")
+    for line in (*found.missing, *found.skipped):
+        print(f"note: {line.replace('DIR', str(folder))}")
