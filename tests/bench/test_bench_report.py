@@ -40,8 +40,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     tiny = write_model(tmp_path_factory.mktemp("tiny"), tiny_config("llama"))
     lengths = ("--input", 60, "--output", 8)
-    plan = run("plan", "-m", tiny, "--plan", "bf16/fp8", "-d", "ryzen-7950x", *lengths, "--json")
-    (folder / "plan.json").write_text(plan)
+    run("plan", "-m", tiny, "--plan", "bf16/fp8", "-d", "ryzen-7950x", *lengths, "--out", folder)
     run(
         *("bench", "compare", "bf16/bf16", "bf16/fp8", "int4:g32/bf16", "--model", tiny, *lengths),
         *("--cache-memory", "256KiB", "--concurrency", "1,16", "--requests", 16, "--repeats", 2),

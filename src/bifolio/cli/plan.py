@@ -14,6 +14,7 @@ from bifolio.errors import ConfigError
 if TYPE_CHECKING:
     from bifolio.cli.plan_model import PlannedModel
     from bifolio.formats import PrecisionPlan
+    from bifolio.planner.report import Report
     from bifolio.planner.workload import Workload
 
 T = TypeVar("T")
@@ -124,6 +125,9 @@ ShowPublished = Annotated[
 Export = Annotated[
     Engine | None, _option(_OUT, "Print commands of another engine that come closest.")
 ]
+Out = Annotated[
+    Path | None, _option(_OUT, "Also write it here, for `bifolio report`.", metavar="DIR")
+]
 AsJson = Annotated[bool, _option(_OUT, "Print one JSON object.", "--json")]
 
 
@@ -146,6 +150,7 @@ def plan(
     price_per_hour: PricePerHour = None,
     published: ShowPublished = False,
     export: Export = None,
+    out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute what fits, how fast it could be, and what it costs.
@@ -201,7 +206,23 @@ def plan(
         slowest=None if max_tpot is None else max_tpot / 1000,
         notes=(*found.notes, *notes),
     )
-    _print(Report.as_dict, tables.print_report, answer(question), as_json)
+    found_report = answer(question)
+    _print(Report.as_dict, tables.print_report, found_report, as_json)
+    if out is not None:
+        _write(found_report, out)
+
+
+def _write(report: Report, folder: Path) -> None:
+    """One file for each plan, so that a report has several side by side."""
+    import json
+    import re
+
+    name = re.sub(r"[^\w.]+", "-", str(report.question.plan)).strip("-")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"plan-{name}.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the plan to {folder}: {error}") from error
 
 
 def _print(

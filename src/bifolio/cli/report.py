@@ -13,7 +13,7 @@ def report(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="Where plan --json, bench --out and eval --out have left their results.",
+            help="Where plan, bench and eval have left their results with --out.",
         ),
     ],
     out: Annotated[
@@ -30,9 +30,9 @@ def report(
     is held to with this machine's beside them, assumptions, versions, and
     the commands to repeat it. What is missing is named.
 
-    [bold]Example[/]
+    [bold]Examples[/]
 
-      bifolio plan -m smollm2-135m --cache fp8 --json > results/plan.json
+      bifolio plan -m smollm2-135m --cache fp8 --out results
       bifolio bench compare bf16/bf16 bf16/fp8 --out results
       bifolio eval tasks --candidate bf16/fp8 --out results
       bifolio report results

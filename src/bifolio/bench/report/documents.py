@@ -32,7 +32,7 @@ class Documents:
         return [
             line
             for found, line in (
-                (self.plans, "no plan: `bifolio plan --model … --json > DIR/plan.json`"),
+                (self.plans, "no plan: `bifolio plan --model … --out DIR`"),
                 (self.benches, "no benchmark: `bifolio bench compare … --out DIR`"),
                 (self.evals, "no evaluation: `bifolio eval tasks … --out DIR`"),
             )
