@@ -81,7 +81,7 @@ async def kill_each_once(model, count, concurrency, transport="shm"):
         assert errors == {}  # recomputed, all of them
         await until_whole(router, restarts=4)
         await until_accounted(router)
-        assert router.retries["worker_lost"] > 0
+        assert router.resent["worker_lost"] > 0
         again, errors = await traffic(server, requests[:20], expected[:20], 8)
         assert (again, errors) == ([], {})
         await until_accounted(router)
@@ -141,7 +141,7 @@ async def test_workers_are_replaced_one_by_one_without_a_lost_request(model):
         wrong, errors = await traffic(server, requests, expected, 6)
         await replacing
         assert (wrong, errors) == ([], {})
-        assert router.retries["worker_lost"] == 0
+        assert router.resent["worker_lost"] == 0
         await until_accounted(router)
 
 

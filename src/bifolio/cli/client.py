@@ -47,6 +47,7 @@ class Answer:
     completion_tokens: int | None
     cached_tokens: int | None
     pages_checked: int | None
+    workers: list[str] | None
     time_to_first_token: float | None
     tokens_per_second: float | None
     seconds: float
@@ -217,6 +218,7 @@ class _Reading:
             completion_tokens=tokens,
             cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             pages_checked=self._usage.get("pages_checked"),
+            workers=self._usage.get("workers"),
             time_to_first_token=first,
             tokens_per_second=pace,
             seconds=self._clock() - self._start,

@@ -39,6 +39,8 @@ def figures_text(answer: Answer) -> str:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
     if answer.pages_checked is not None:
         parts.append(f"{answer.pages_checked} pages checked")
+    if answer.workers:
+        parts.append(f"by {', '.join(answer.workers)}")
     if answer.interrupted:
         parts.append("interrupted")
     elif answer.finish_reason not in (None, "stop"):

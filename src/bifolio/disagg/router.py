@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -94,8 +94,7 @@ class PoolRouter:
         self._open: dict[str, _News] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._hello: Hello | None = None
-        self.retries: dict[str, int] = {"worker_lost": 0, "pages_lost": 0}
-        """Attempts that were made again, by cause."""
+        self._resent = {"worker_lost": 0, "pages_lost": 0}
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────
 
@@ -138,6 +137,11 @@ class PoolRouter:
     def workers(self) -> Sequence[WorkerView]:
         """All workers of both pools."""
         return [member.view() for member in self.fleet.members]
+
+    @property
+    def resent(self) -> Mapping[str, int]:
+        """Attempts that were made again, by cause."""
+        return self._resent
 
     def check_health(self) -> None:
         """Raise EngineDeadError if a pool has no worker left."""
@@ -226,7 +230,7 @@ class PoolRouter:
         """Note a lost attempt; EngineDeadError if it was the last."""
         if tries >= TRIES or (error.worker and self._on_loss == "fail"):
             raise EngineDeadError(str(error)) from error
-        self.retries["worker_lost" if error.worker else "pages_lost"] += 1
+        self._resent["worker_lost" if error.worker else "pages_lost"] += 1
         log.warning("request is sent again", request=request.id, reason=str(error))
 
     async def _attempt(

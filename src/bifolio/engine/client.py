@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -166,6 +166,10 @@ class EngineClient(Protocol):
     def workers(self) -> Sequence[WorkerView]:
         """The engines that act as one; empty for one alone."""
 
+    @property
+    def resent(self) -> Mapping[str, int]:
+        """Requests that were sent through several engines again, by cause."""
+
     def check_health(self) -> None:
         """Raise EngineDeadError unless the loops have beaten lately."""
 
@@ -298,6 +302,11 @@ class AsyncEngine:
     def workers(self) -> Sequence[WorkerView]:
         """None: this is one engine."""
         return ()
+
+    @property
+    def resent(self) -> Mapping[str, int]:
+        """None: see `workers`."""
+        return {}
 
     @property
     def pid(self) -> int:

@@ -14,7 +14,7 @@ from bifolio.engine.tokenizer import Tokenizer
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, collect
 from bifolio.serve.protocol import ChatBody
-from bifolio.serve.service import Service
+from bifolio.serve.service import Service, session_of
 from bifolio.serve.streams import EventStream, while_connected
 
 
@@ -43,6 +43,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
         body=body,
         prompts=[prompt],
         sampling=[sampling],
+        session=session_of(request.headers),
     )
     if body.stream:
         return EventStream(_events(service.tokenizer, body, envelope, generation))

@@ -19,7 +19,7 @@ from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
 from bifolio.serve.protocol import MAX_CHOICES, CompletionBody, checked_logprobs, shown
-from bifolio.serve.service import Service
+from bifolio.serve.service import Service, session_of
 from bifolio.serve.streams import EventStream, while_connected
 
 DEFAULT_MAX_TOKENS = 16
@@ -39,7 +39,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     service.check_open(body.model)
     body.refuse_extras()
     prompts = await _read_prompts(service, body)
-    answer = _Answer(service, body, prompts)
+    answer = _Answer(service, body, prompts, session_of(request.headers))
     if body.stream:
         return EventStream(answer.events())
     found = await while_connected(request.receive, answer.collect())
@@ -77,7 +77,9 @@ async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]
 class _Answer:
     """The answer to one request."""
 
-    def __init__(self, service: Service, body: CompletionBody, prompts: list[_Prompt]) -> None:
+    def __init__(
+        self, service: Service, body: CompletionBody, prompts: list[_Prompt], session: str
+    ) -> None:
         self._body = body
         self._tokenizer = service.tokenizer
         self._echo = bool(body.echo)
@@ -109,6 +111,7 @@ class _Answer:
             body=body,
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
+            session=session,
         )
         self._choices = [
             _Choice(service.tokenizer, prompt, index=i * self._n + j)

@@ -44,16 +44,17 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     pages_checked: int = 0
+    workers: Sequence[str] = ()
 
     def body(self) -> dict[str, object]:
-        """As the API shows it; `pages_checked` is ours."""
+        """As the API shows it; `pages_checked` is ours, as is `workers`, where there are some."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "pages_checked": self.pages_checked,
-        }
+        } | ({"workers": list(self.workers)} if self.workers else {})
 
 
 class _Choice:
@@ -64,6 +65,7 @@ class _Choice:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.pages_checked = 0
+        self.worker = ""
         self.first_at: float | None = None
         self._detokenizer = detokenizer
         self._named_stops = named_stops
@@ -88,6 +90,7 @@ class _Choice:
         self.completion_tokens += len(tokens)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.pages_checked = max(self.pages_checked, output.pages_checked)
+        self.worker = output.worker or self.worker
         logprobs = None if output.logprobs is None else output.logprobs[: len(tokens)]
         return Piece(
             self.index, text, tokens, logprobs, output.prompt_logprobs, finish, stop_reason
@@ -107,6 +110,7 @@ class Generation:
         body: GenerationBody,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
+        session: str = "",
     ) -> None:
         n = body.choices
         if len(prompts) * n > MAX_CHOICES:
@@ -128,7 +132,13 @@ class Generation:
                 name = f"{request_id}-{index}"
                 seeded = msgspec.structs.replace(params, seed=choice_seed(params.seed, j))
                 self._requests.append(
-                    Request(id=name, prompt_ids=prompt, sampling=seeded, cache_salt=body.salt)
+                    Request(
+                        id=name,
+                        prompt_ids=prompt,
+                        sampling=seeded,
+                        cache_salt=body.salt,
+                        session=session,
+                    )
                 )
                 detokenizer = Detokenizer(
                     tokenizer,
@@ -148,6 +158,7 @@ class Generation:
             completion_tokens=sum(choice.completion_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[:: self._n]),
             pages_checked=sum(choice.pages_checked for choice in choices),
+            workers=list(dict.fromkeys(choice.worker for choice in choices if choice.worker)),
         )
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from bifolio.engine.client import EngineClient
+from bifolio.serve.worker_metrics import collect_workers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -121,6 +122,7 @@ class _EngineCollector(Collector):
             "Share of the usable pages that running requests hold (1 means all)",
             value=stats.pages_live / usable if usable else 0.0,
         )
+        yield from collect_workers(self._engine)
         yield GaugeMetricFamily(
             "bifolio_frontend_open_requests",
             "Requests that the front end holds state for",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -30,6 +30,17 @@ _MESSAGE_TEXT = 100
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 Result = TypeVar("Result")
+
+SESSION_HEADER = "X-Session-ID"
+MAX_SESSION_CHARS = 128
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """The session that a request says it belongs to: its turns go to the same prefill worker.
+
+    It changes where a request is computed, never what comes out.
+    """
+    return headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS]
 
 
 class Service:

@@ -6,7 +6,7 @@ Everything of two pools but processes, sockets and the router: for tests that ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -148,6 +148,10 @@ class LocalPair:
 
     def workers(self) -> Sequence[WorkerView]:
         return ()
+
+    @property
+    def resent(self) -> Mapping[str, int]:
+        return {}
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engines are not joined."""

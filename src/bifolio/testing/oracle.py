@@ -7,7 +7,7 @@ those. No scheduler, no transfer, no prefix tree and no thread takes part.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from bifolio.core.step import RowResult, Step, StepRow
 from bifolio.engine.client import WorkerView
@@ -151,6 +151,10 @@ class Oracle:
 
     def workers(self) -> Sequence[WorkerView]:
         return ()
+
+    @property
+    def resent(self) -> Mapping[str, int]:
+        return {}
 
     async def stop(self) -> None:
         """Nothing runs."""
