@@ -130,6 +130,34 @@ def tasks(
 
 
 @app.command()
+def harness(
+    names: Annotated[list[str], typer.Argument(help="Tasks by lm-eval's names.", metavar="TASK")],
+    candidate: Candidates,
+    model: Model = DEFAULT_MODEL,
+    reference: Reference = REFERENCE,
+    data: Data = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
+    margin: Margin = 0.05,
+    seed: Seed = 0,
+    kernels: Kernels = KernelChoice.AUTO,
+    threads: Threads = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run tasks of lm-eval (an extra) under both plans and compare them pair by pair.
+
+    With --data nothing is downloaded; there are arc_easy, arc_challenge, mmlu, mmlu_pro, gsm8k.
+
+    [bold]Examples[/]
+
+      bifolio eval harness arc_easy mmlu --data sets --limit 200 --candidate int4:g32/fp8
+    """
+    run = _behind()
+    sides = Sides(model, reference, candidate, kernels, threads)
+    run.harness(sides, Asked(names, limit, data, [], False, margin, seed), out, as_json)
+
+
+@app.command()
 def gate(
     candidate: Candidates,
     margin: Margin,

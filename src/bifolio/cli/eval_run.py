@@ -20,6 +20,7 @@ from bifolio.evals.distance_run import (
     read_passage,
 )
 from bifolio.evals.gate import Gate, distance_slices, task_slices
+from bifolio.evals.harness import compare_harness
 from bifolio.evals.results import document, item_lines, write
 from bifolio.evals.session import Compared, TaskRun
 from bifolio.evals.stats import items_needed
@@ -50,8 +51,31 @@ def distance(sides: Sides, read: Read, out: Path | None, as_json: bool) -> None:
 
 def tasks(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None:
     """Ask, print and write the answers of every candidate."""
+    _show(sides, asked, _ask(sides, asked, Texts(sides.model)), out, as_json)
+
+
+def harness(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None:
+    """The same for tasks of lm-eval."""
+    reference, *candidates = _setups(sides)
+    found = compare_harness(
+        asked.names,
+        reference,
+        candidates,
+        Texts(sides.model),
+        data=asked.data,
+        limit=asked.items,
+        margin=asked.margin,
+        seed=asked.seed,
+        progress=_say,
+    )
+    _show(sides, asked, found, out, as_json)
+
+
+def _show(
+    sides: Sides, asked: Asked, results: Iterator[Compared], out: Path | None, as_json: bool
+) -> None:
     documents = []
-    for found in _ask(sides, asked, Texts(sides.model)):
+    for found in results:
         documents.append(
             document(
                 "tasks",
