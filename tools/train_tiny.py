@@ -205,7 +205,7 @@ class Trainer:
             router.e_score_correction_bias += BIAS_STEP * rate * (load.float().mean() - load).sign()
         self.progress.step += 1
         self.progress.tokens += ids.numel() * dist.get_world_size()
-        self._count_time(started)
+        self.count_time(started)
         return loss.item()
 
     def _average(self) -> None:
@@ -220,7 +220,7 @@ class Trainer:
         ):
             gradient.copy_(mean)
 
-    def _count_time(self, started: float) -> None:
+    def count_time(self, started: float) -> None:
         """Add the time since; all processes take the first one's clock, on which all decide."""
         spent = torch.tensor([time.monotonic() - started], dtype=torch.float64)
         dist.broadcast(spent, 0)
@@ -289,7 +289,6 @@ def train(trainer: Trainer, out: Path) -> None:
     """Steps until the schedule ends; scores and states on the way."""
     arguments, progress = trainer.arguments, trainer.progress
     first = dist.get_rank() == 0
-    log = (out / "log.jsonl").open("a")
     scored = saved = progress.seconds
     losses: list[float] = []
     while trainer.fraction() < 1:
@@ -303,10 +302,11 @@ def train(trainer: Trainer, out: Path) -> None:
                 "imbalance": round(trainer.imbalance(), 2),
                 **scores(trainer.model, arguments.questions, arguments.lengths),
             }
-            trainer._count_time(started)
+            trainer.count_time(started)
             losses, scored = [], progress.seconds
             if first:
-                print(json.dumps(entry), file=log, flush=True)
+                with (out / "log.jsonl").open("a") as log:
+                    print(json.dumps(entry), file=log)
         if first and progress.step % 20 == 0:
             print(
                 f"step {progress.step} loss {sum(losses[-20:]) / len(losses[-20:] or [1]):.3f} "
@@ -340,8 +340,8 @@ def work(rank: int, arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Read the options, train, save."""
+def main(options: Sequence[str] | None = None) -> None:
+    """Read the options (of the command line, if none are given), train, save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of log, state, checkpoint")
     parser.add_argument("--minutes", type=float, default=100, help="length of the schedule")
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("--score-minutes", type=float, default=4)
     parser.add_argument("--save-minutes", type=float, default=5)
     parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(options)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "rendezvous").unlink(missing_ok=True)
     if arguments.processes == 1:
