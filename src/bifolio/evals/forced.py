@@ -46,6 +46,10 @@ class ForcedText:
     `chunk` tokens whose logits are wanted are computed per step. The phase of a position decides
     the weights, as when serving, so a plan of two phases is measured as it would be used. The
     engine has no prefix cache, so its pages are free whenever it has no work.
+
+    What the context has in common with the one before is not computed again: native kernels give
+    the same bits however a prompt is cut. The reference kernels promise no such thing, so there
+    each context is computed whole.
     """
 
     def __init__(self, engine: Engine, chunk: int = 64) -> None:
@@ -54,6 +58,10 @@ class ForcedText:
         self._keeper = _Keeper(engine)
         self._tag = 1
         self._stamps: list[PageStamp] = []
+        self._held: list[int] = []
+        """The context whose cache lies in the first pages, written in prefill."""
+        self._held_at = -1
+        """Steps that the engine's own scheduler had made by then: later ones take those pages."""
 
     def logits(self, context: Sequence[int], continuation: Sequence[int]) -> Iterator[Tensor]:
         """Chunks of float32 [c, vocab] that predict the tokens of `continuation`, in order."""
@@ -93,11 +101,22 @@ class ForcedText:
     def _read_context(self, context: Sequence[int], page_ids: list[int]) -> Tensor:
         """Run the context; its last token's logits [1, vocab] predict the first to be scored."""
         logits = []
-        for start in range(0, len(context), _CONTEXT_CHUNK):
+        for start in range(self._common(context), len(context), _CONTEXT_CHUNK):
             end = min(start + _CONTEXT_CHUNK, len(context))
             wanted = len(context) - 1 if end == len(context) else end
             logits.append(self._run(context, context[start:end], start, wanted, page_ids))
+        self._held, self._held_at = list(context), self._engine.scheduler.stats().steps
         return torch.cat(logits)
+
+    def _common(self, context: Sequence[int]) -> int:
+        """Leading tokens whose cache is there already; the last token is always computed."""
+        steps = self._engine.scheduler.stats().steps
+        if self._engine.kernels.recorder is None or self._held_at != steps:
+            return 0
+        pairs = zip(context[:-1], self._held, strict=False)
+        return next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(context) - 1, len(self._held))
+        )
 
     def _continue(
         self, context: Sequence[int], continuation: Sequence[int], page_ids: list[int]

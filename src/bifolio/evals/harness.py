@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +116,16 @@ class HarnessModel:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log probability of each continuation, and whether greedy would say it."""
         forced, found = self._subject.forced(), []
-        for request in requests:
-            context, continuation = request.args
-            spaces = len(context) - len(context.rstrip())
-            if spaces:
-                context, continuation = context[:-spaces], context[-spaces:] + continuation
-            ids = self._prompt(request, context)
-            rest = self._texts.continuation_ids(ids, context, continuation)
-            self._check(len(ids) + len(rest))
-            (one,) = forced.likelihoods(ids, [rest])
-            found.append((one.logprob, one.greedy))
+        for full, group in groupby(requests, key=lambda request: request.args[0]):
+            asked = list(group)
+            context = full.rstrip()
+            ids = self._prompt(asked, context)
+            rests = [
+                self._texts.continuation_ids(ids, context, full[len(context) :] + one.args[1])
+                for one in asked
+            ]
+            self._check(len(ids) + max(map(len, rests)))
+            found += [(one.logprob, one.greedy) for one in forced.likelihoods(ids, rests)]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
@@ -144,24 +145,29 @@ class HarnessModel:
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Greedy answers up to the first of the `until` texts. Sampling is refused."""
-        found = []
-        for request in requests:
+        groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        prompts = []
+        for place, request in enumerate(requests):
             context, wanted = request.args
             if wanted.get("do_sample") or wanted.get("temperature", 0.0) > 0.0:
                 raise ConfigError("only greedy generation is compared; set do_sample: false")
-            ids = self._prompt(request, context)
+            until = wanted.get("until") or ()
             most = int(wanted.get("max_gen_toks", _MAX_TOKENS))
-            self._check(len(ids) + most)
-            until = wanted.get("until") or []
-            (one,) = self._subject.generate(
-                [ids], most, [until] if isinstance(until, str) else until
-            )
-            found.append(one.text)
+            prompts.append(self._prompt([request], context))
+            self._check(len(prompts[-1]) + most)
+            stop = (until,) if isinstance(until, str) else tuple(until)
+            groups.setdefault((most, stop), []).append(place)
+        found = [""] * len(prompts)
+        for (most, stop), places in groups.items():
+            said = self._subject.generate([prompts[i] for i in places], most, stop)
+            for place, one in zip(places, said, strict=True):
+                found[place] = one.text
         return found
 
-    def _prompt(self, request: Any, context: str) -> tuple[int, ...]:
+    def _prompt(self, requests: Sequence[Any], context: str) -> tuple[int, ...]:
         ids = tuple(self._texts.prompt_ids(context, chat=False)) or (self._start(),)
-        self.prompts[request.task_name, request.doc_id] = ids
+        for request in requests:
+            self.prompts[request.task_name, request.doc_id] = ids
         return ids
 
     def _start(self) -> int:

@@ -123,7 +123,7 @@ class Subject:
         self._round = 0
 
     def forced(self) -> ForcedText:
-        """Scores given continuations. Between its calls the engine may generate as well."""
+        """Scores given continuations. Between two calls of it the engine may generate."""
         return ForcedText(self.engine)
 
     def generate(
