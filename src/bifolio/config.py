@@ -48,11 +48,12 @@ class EngineConfig(_Frozen):
     threads: int = Field(default=0, ge=0, le=1024)
     kernels: Literal["auto", "native", "reference"] = "auto"
     experts: Literal["memory", "mapped"] = "memory"
+    expert_memory: int = 0
     integrity: bool = True
     prefix_cache: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("cache_memory", mode="before")
+    @field_validator("cache_memory", "expert_memory", mode="before")
     @classmethod
     def _bytes(cls, value: str | int) -> int:
         return parse_bytes(value)

@@ -164,6 +164,30 @@ def test_only_chosen_experts_come_into_memory(model: Path, tmp_path: Path) -> No
     assert [sum(proved[i : i + 8]) for i in (0, 8, 16)] == [3, 3, 3]
 
 
+def test_a_limit_of_memory_is_kept_and_changes_no_bit(model: Path, tmp_path: Path) -> None:
+    wanted = logits(load(model, tmp_path / "experts"))
+    whole = load(model, tmp_path / "experts").experts
+    assert whole is not None
+    size = whole.nbytes // whole.count
+    limit = 5 * size
+    plan = PrecisionPlan.parse("auto/fp32")
+    source = resolve_source(str(model))
+    models = load_models(
+        source, plan, NativeOps(2), experts=tmp_path / "experts", expert_memory=limit
+    )
+    experts = models.experts
+    assert experts is not None
+    for record in experts._records:  # as after a start of the machine
+        record.let_go()
+    experts.survey()
+    on_disk = experts.resident < experts.nbytes  # a RAM disk keeps everything
+    assert torch.equal(logits(models), wanted)
+    experts.survey()
+    assert experts.resident <= limit or not on_disk
+    assert experts._shelf._bytes <= limit
+    assert torch.equal(logits(models), wanted)
+
+
 def test_resident_bytes_are_those_in_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(bytes(16 * PAGE))

@@ -112,6 +112,12 @@ ExpertsIn = Annotated[
         "memory",
     ),
 ]
+ExpertMemory = Annotated[
+    str | None,
+    _option(
+        FORMATS, "Memory for mapped experts; 0 leaves it to the system's page cache.", "0", "SIZE"
+    ),
+]
 CacheMemory = Annotated[
     str | None, _option(LIMITS, "Memory for cached keys and values.", "1GiB", "SIZE")
 ]
@@ -196,6 +202,7 @@ def serve(
     kernels: KernelSet = None,
     threads: Threads = None,
     experts: ExpertsIn = None,
+    expert_memory: ExpertMemory = None,
     cache_memory: CacheMemory = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -241,6 +248,7 @@ def serve(
         "kernels": kernels.value if kernels is not None else None,
         "threads": threads,
         "experts": experts.value if experts is not None else None,
+        "expert_memory": expert_memory,
         "cache_memory": cache_memory,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,

@@ -69,6 +69,7 @@ class Engine:
             self.kernels.ops,
             positions=self.max_model_len,
             experts=home() / "experts" if config.experts == "mapped" else None,
+            expert_memory=config.expert_memory,
             progress=lambda done, total: progress("weights", done, total),
         )
         self.formats = {p: FormatsInFact.of(self.models.phase(p).decoder) for p in Phase}

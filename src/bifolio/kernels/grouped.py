@@ -27,10 +27,6 @@ class GroupedOps(ABC):
     ) -> Tensor:
         """See `Ops.linear`."""
 
-    def expect(self, weights: Sequence[Weight]) -> None:
-        """See `Ops.expect`: all weights are in memory."""
-        del weights
-
     def grouped_linear(
         self,
         x_sk: Tensor,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +20,13 @@ from torch import Tensor
 from bifolio.errors import CheckpointError
 
 PAGE = mmap.PAGESIZE
+
+_AHEAD = 8
+"""Records that are on their way from the disk while others are computed with."""
+
+_ASK_AGAIN = 1.0
+"""Seconds after which a record may have left memory again. Asking for one that is there costs a
+tenth of computing with it."""
 
 Digest = Callable[[int, int], int]
 """XXH3-64 of the bytes at an address (`PageOps.digest`)."""
@@ -31,8 +41,9 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        self._map = mmap.mmap(self._fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._address = self._bytes.ctypes.data
 
@@ -51,6 +62,12 @@ class MappedFile:
         with suppress(AttributeError, OSError):  # a system without it, or one that refuses
             self._map.madvise(mmap.MADV_WILLNEED, start, count)
 
+    def let_go(self, start: int, count: int) -> None:
+        """Give the memory of bytes back; who reads them later reads the disk."""
+        with suppress(AttributeError, OSError):
+            self._map.madvise(mmap.MADV_DONTNEED, start, count)  # out of this process
+            os.posix_fadvise(self._fd, start, count, os.POSIX_FADV_DONTNEED)
+
     def resident(self, start: int, count: int) -> int:
         """How many of these bytes are in memory now. `start` lies on a page."""
         pages = (ctypes.c_ubyte * -(-count // PAGE))()
@@ -60,17 +77,60 @@ class MappedFile:
         return min(held * PAGE, count)
 
 
+class Shelf:
+    """Keeps mapped records within `limit` bytes of memory (0: as many as the system keeps).
+
+    What was not used for longest goes first. The records that one call needs may be more than the
+    limit holds; then they come and go one after the other.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
+        self._held: OrderedDict[int, MappedRecord] = OrderedDict()
+        self._bytes = 0
+
+    def ahead(self, nbytes: int) -> int:
+        """How many records of this size may be asked for before they are used."""
+        return max(1, min(_AHEAD, self._limit // (2 * nbytes))) if self._limit else _AHEAD
+
+    def take(self, record: MappedRecord) -> None:
+        """Count a record as the latest that was used; let others go if need be."""
+        if not self._limit:
+            return
+        if id(record) not in self._held:
+            self._bytes += record.nbytes
+        self._held[id(record)] = record
+        self._held.move_to_end(id(record))
+        while self._bytes > self._limit and len(self._held) > 1:
+            _, oldest = self._held.popitem(last=False)
+            self._bytes -= oldest.nbytes
+            oldest.let_go()
+
+
 class MappedRecord:
     """A part of a mapped file that is proved against its digest when it is first used."""
 
-    def __init__(self, file: MappedFile, start: int, nbytes: int, digest: int) -> None:
+    def __init__(
+        self, file: MappedFile, start: int, nbytes: int, digest: int, shelf: Shelf
+    ) -> None:
         assert start % PAGE == 0
         self._file, self._start, self.nbytes, self._digest = file, start, nbytes, digest
+        self.shelf = shelf
         self._proved = False
+        self._asked = 0.0
 
     def ask_for(self) -> None:
-        """See `MappedFile.ask_for`."""
-        self._file.ask_for(self._start, self.nbytes)
+        """Let the system read it ahead of its use, unless that was asked for a moment ago."""
+        now = time.monotonic()
+        if now - self._asked > _ASK_AGAIN:
+            self._file.ask_for(self._start, self.nbytes)
+            self._asked = now
+        self.shelf.take(self)
+
+    def let_go(self) -> None:
+        """Take it out of memory; the next use reads it from the disk."""
+        self._file.let_go(self._start, self.nbytes)
+        self._asked = 0.0
 
     def resident(self) -> int:
         """Bytes of it that are in memory now."""

@@ -7,8 +7,10 @@ anew every 64 lines: plain reads reached 12 to 20 GB/s where huge pages gave 32 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ from torch import Tensor
 ALIGN = 64
 _HUGE = 2 << 20
 _REGION = 64 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_LOADING_THRESHOLD = 256 << 10
+_LARGEST_THRESHOLD = 32 << 20  # what glibc's own rule rises to
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,6 +40,28 @@ def map_bytes(count: int) -> Bytes:
 def map_tensor(count: int) -> Tensor:
     """`map_bytes` as a uint8 tensor."""
     return torch.from_numpy(map_bytes(count))
+
+
+@contextmanager
+def giving_back() -> Iterator[None]:
+    """While this lasts, large memory that is freed goes back to the system at once.
+
+    glibc keeps freed blocks of up to 32 MiB for itself once it has seen some, and they fragment:
+    while weights are loaded that came to the size of a shard. Afterwards it keeps them again, since
+    a step takes and frees the same sizes over and over. No other library is asked.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _LOADING_THRESHOLD)
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
 
 
 class Region:

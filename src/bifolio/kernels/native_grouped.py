@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class NativeGroupedOps(PageOps):
         x_row, y_row = x_sk.stride(0) * _FLOAT_BYTES, y_sn.stride(0) * _FLOAT_BYTES
         x, y = x_sk.data_ptr(), y_sn.data_ptr()
         gain, eps = (0, 0.0) if norm is None else (norm.gain_h.data_ptr(), norm.eps)
-        for one, (start, end) in zip(own, spans, strict=True):
+        for one, (start, end) in zip(self._called_in(own), spans, strict=True):
             assert x_sk.shape[1] == one.k * (2 if gated else 1) and one.n == y_sn.shape[1]
             self._runtime.linear(
                 layout=one.layout,
@@ -66,13 +66,21 @@ class NativeGroupedOps(PageOps):
             )
         return y_sn
 
-    def expect(self, weights: Sequence[Weight]) -> None:
-        """See `Ops.expect`. All are asked for before the first is read, so they come together."""
-        records = [record for w in weights if (record := _native_weight(w).record) is not None]
-        for record in records:
-            record.ask_for()
-        for record in records:
-            record.prove(self.digest)
+    def _called_in(self, weights: list[NativeWeight]) -> Iterator[NativeWeight]:
+        """The weights in turn, mapped ones in memory and proved, and the next ones on their way."""
+        records = [weight.record for weight in weights]
+        first = records[0]
+        ahead = 0 if first is None else first.shelf.ahead(first.nbytes)
+        for i, weight in enumerate(weights):
+            record = weight.record
+            if record is not None:
+                for coming in (
+                    records[i : i + ahead] if i == 0 else records[i + ahead - 1 : i + ahead]
+                ):
+                    if coming is not None:
+                        coming.ask_for()
+                record.prove(self.digest)
+            yield weight
 
 
 def _native_weight(weight: Weight) -> NativeWeight:

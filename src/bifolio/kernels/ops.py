@@ -116,14 +116,6 @@ class Ops(Protocol):
         """
         ...
 
-    def expect(self, weights: Sequence[Weight]) -> None:
-        """Weights that the next calls will read, and those that lie in one record with them.
-
-        Those that are mapped from a file begin to come into memory. CheckpointError for one that is
-        used for the first time and is not what was written.
-        """
-        ...
-
     def grouped_linear(
         self,
         x_sk: Tensor,
@@ -136,6 +128,7 @@ class Ops(Protocol):
         """`linear` of each row with the weight of its group: float32 [s, n].
 
         Weights without rows are not read. A row's result does not depend on its group's others.
+        CheckpointError for a weight that is mapped from a file and is not what was written.
         """
         ...
 

@@ -46,6 +46,8 @@ class ReferenceOps(GroupedOps, LatentOps):
         bias = None if bias_n is None else bias_n.to(torch.float32)
         order = None if weight.order_k is None else weight.order_k.long()
         matrix = decode(replace(weight, order_k=None))
+        if matrix.data_ptr() == weight.codes.data_ptr():  # the QuantTensor may lie in a file
+            matrix = matrix.clone(memory_format=torch.contiguous_format)
         return ReferenceWeight(weight.format, weight.n, weight.k, matrix, bias, order)
 
     def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:

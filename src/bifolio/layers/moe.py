@@ -83,7 +83,6 @@ class MoE:
         """Float32 [t, h]. Only the weights of chosen experts are read."""
         chosen_tr, weights_tr = self.router(ops, x_th, self.norm)
         groups, order_s = _by_expert(chosen_tr)
-        ops.expect([self.gate_up[member] for member in groups.members])
         top_k = self.router.top_k
         x_sh = ops.gather(x_th, (order_s // top_k).to(torch.int32))
         gate_up = ops.grouped_linear(x_sh, self.gate_up, groups, norm=self.norm)

@@ -29,7 +29,7 @@ import torch
 
 from bifolio.errors import ConfigError
 from bifolio.formats import WeightFormat
-from bifolio.kernels.mapped import PAGE, MappedFile, MappedRecord
+from bifolio.kernels.mapped import PAGE, MappedFile, MappedRecord, Shelf
 from bifolio.kernels.memory import ALIGN, map_tensor
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.native_linear import NativeWeight, Packing
@@ -93,14 +93,18 @@ class ExpertFiles:
     """The mapped experts of one model. `files` are those of its checkpoint.
 
     The folder's name is a digest of the model's identity and of its files' sizes and times, so
-    that other weights under the same name are packed anew.
+    that other weights under the same name are packed anew. `memory` bounds the bytes of experts in
+    memory (0: the system decides).
     """
 
-    def __init__(self, folder: Path, identity: str, files: Sequence[Path], ops: NativeOps) -> None:
+    def __init__(
+        self, folder: Path, identity: str, files: Sequence[Path], ops: NativeOps, memory: int
+    ) -> None:
         told = [f"{_LAYOUT} {identity}"]
         told += [f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files]
         self.folder = folder / hashlib.sha256("\n".join(told).encode()).hexdigest()[:20]
         self._ops = ops
+        self._shelf = Shelf(memory)
         self._records: list[MappedRecord] = []
         self._resident: list[int] = []
         self._next = 0
@@ -147,7 +151,7 @@ class ExpertFiles:
         return [self._map(file, entry) for entry in entries]
 
     def _map(self, file: MappedFile, entry: _Entry) -> list[NativeWeight]:
-        record = MappedRecord(file, entry.start, entry.nbytes, entry.digest)
+        record = MappedRecord(file, entry.start, entry.nbytes, entry.digest, self._shelf)
         self._records.append(record)
         self._resident.append(0)
         weights = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bifolio.errors import ConfigError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan, WeightFormat
+from bifolio.kernels.memory import giving_back
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.ops import Batch, LayerCache, Ops
 from bifolio.layers.decoder import Decoder
@@ -73,13 +74,15 @@ def load_models(
     positions: int | None = None,
     auto: Callable[[WeightFormat], WeightFormat] = as_stored,
     experts: Path | None = None,
+    expert_memory: int = 0,
     progress: Progress = lambda _done, _total: None,
 ) -> LoadedModels:
     """Take in the weights of both phases, one after the other, weight by weight.
 
     `positions` bounds the positions that will be used (None: all that the model knows). `auto`
     gives the format for `weights=auto`, from the stored one. With `experts`, a folder, experts are
-    packed into files in it, once, and mapped from there. CheckpointError names tensors that
+    packed into files in it, once, and mapped from there; `expert_memory` bounds the bytes of them
+    in memory (0: the system decides). CheckpointError names tensors that
     are missing, left over or misshapen; UnsupportedError a format that `ops` has no kernel for.
     """
     spec = source.spec
@@ -88,15 +91,16 @@ def load_models(
     check_tensors(tensors, checkpoint)
     phases = list(dict.fromkeys(_weights_only(side) for side in (plan.prefill, plan.decode)))
     name = identity(spec, files)
-    mapped = None if experts is None else _mapped(experts, source, name, ops)
+    mapped = None if experts is None else _mapped(experts, source, name, ops, expert_memory)
     total = len(list(tensors.all())) * len(phases)
     reader = WeightReader(checkpoint, ops, auto, progress, total, mapped)
     reader.check_tied(tensors)
     cos_sin = rope_table(spec.rope, min(positions or spec.max_position, spec.max_position))
-    models = {
-        side: Model(spec, ops, build_decoder(spec, tensors, reader, side, cos_sin))
-        for side in phases
-    }
+    with giving_back():
+        models = {
+            side: Model(spec, ops, build_decoder(spec, tensors, reader, side, cos_sin))
+            for side in phases
+        }
     return LoadedModels(
         spec=spec,
         prefill=models[_weights_only(plan.prefill)],
@@ -107,13 +111,13 @@ def load_models(
     )
 
 
-def _mapped(folder: Path, source: ModelSource, name: str, ops: Ops) -> ExpertFiles:
+def _mapped(folder: Path, source: ModelSource, name: str, ops: Ops, memory: int) -> ExpertFiles:
     if not isinstance(ops, NativeOps):
         raise ConfigError("experts=mapped needs the native kernels; leave kernels=reference out")
     if source.spec.moe is None:
         raise ConfigError(f"experts=mapped: {source.name} has no experts; leave it out")
     files = sorted(source.path.glob("*.safetensors"))
-    return ExpertFiles(folder, name, files, ops)
+    return ExpertFiles(folder, name, files, ops, memory)
 
 
 def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors]:

@@ -17,6 +17,7 @@ from bifolio.errors import CheckpointError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
 
+_READ_AT_ONCE = 32 << 20
 _READABLE = ("F32", "F16", "BF16", "F8_E4M3", "I8", "I32", "I64")
 
 
@@ -31,6 +32,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
         self._held: tuple[Path, Any] | None = None
+        self._read = 0
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
         for path, listed in _listed_files(folder).items():
@@ -48,12 +50,18 @@ class SafetensorsFolder:
         return self.tensor(name).flatten().view(torch.uint8)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored, mapped; the file that was read last stays open for the next."""
+        """A tensor as stored, mapped; the file that was read last stays open for the next.
+
+        Pages of a mapping that were read count as memory of this process until it is gone, so a
+        file is opened anew after every so many bytes.
+        """
         path = self._file_of[name]
         with _failing(path):
-            if self._held is None or self._held[0] != path:
+            if self._held is None or self._held[0] != path or self._read > _READ_AT_ONCE:
+                self._held, self._read = None, 0
                 self._held = (path, safe_open(path, framework="pt"))
             tensor: Tensor = self._held[1].get_tensor(name)
+            self._read += tensor.nbytes
             return tensor
 
 

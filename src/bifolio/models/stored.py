@@ -50,7 +50,7 @@ class StoredWeights:
         if at in self._quantised:
             assert self._form is not None
             return self._form.read(Parts(self._files, at), *self._quantised[at])
-        codes = self._files.tensor(name).clone(memory_format=torch.contiguous_format)
+        codes = self._files.tensor(name)
         n, k = codes.shape
         if codes.dtype is torch.bfloat16:
             return QuantTensor(BF16, n, k, codes)

@@ -21,7 +21,7 @@ from bifolio.errors import CheckpointError
 from bifolio.formats import E4M3_MAX, FP8_BLOCK, Number, Scaling, WeightFormat
 from bifolio.kernels.tensor import QuantTensor
 
-_CHUNK_NUMBERS = 1 << 22
+_CHUNK_NUMBERS = 1 << 18
 """Numbers that are encoded at a time: bounds the temporary memory of a large matrix."""
 
 _HALF_MAX = torch.finfo(torch.float16).max
@@ -38,13 +38,19 @@ def encode(weight_nk: Tensor, fmt: WeightFormat) -> QuantTensor:
     if fmt.scaling is Scaling.TENSOR:
         tensor_scale = _scale(weight_nk.abs().amax().to(torch.float32).view(1), E4M3_MAX)
     rows = max(1, _CHUNK_NUMBERS // (k * FP8_BLOCK)) * FP8_BLOCK
-    parts = [
-        _encode_rows(weight_nk[start : start + rows].to(torch.float32), fmt, tensor_scale)
-        for start in range(0, n, rows)
-    ]
-    codes, scales, offsets = (
-        None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
-    )
+    heights = (n, -(-n // FP8_BLOCK) if fmt.scaling is Scaling.BLOCK else n, n)
+    whole: list[Tensor | None] = [None, None, None]
+    for start in range(0, n, rows):
+        parts = _encode_rows(weight_nk[start : start + rows].to(torch.float32), fmt, tensor_scale)
+        for i, (part, height) in enumerate(zip(parts, heights, strict=True)):
+            if part is None:
+                continue
+            held = whole[i]
+            if held is None:
+                held = whole[i] = part.new_empty((height, *part.shape[1:]))
+            at = start if height == n else start // FP8_BLOCK
+            held[at : at + part.shape[0]] = part
+    codes, scales, offsets = whole
     assert codes is not None
     return QuantTensor(fmt, n, k, codes, scales if tensor_scale is None else tensor_scale, offsets)
 

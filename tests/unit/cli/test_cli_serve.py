@@ -27,6 +27,7 @@ EVERY_OPTION = {
     "--kernels": ("reference", "engine.kernels", "reference"),
     "--threads": ("3", "engine.threads", 3),
     "--experts": ("mapped", "engine.experts", "mapped"),
+    "--expert-memory": ("1GiB", "engine.expert_memory", 2**30),
     "--cache-memory": ("256MiB", "engine.cache_memory", 256 * 2**20),
     "--max-model-len": ("512", "engine.max_model_len", 512),
     "--max-num-seqs": ("8", "engine.max_num_seqs", 8),
