@@ -74,6 +74,18 @@ def test_files_in_aiperfs_schema_hold_the_same_figures(tiny, tmp_path):
         assert line["metadata"]["request_end_ns"] > line["metadata"]["request_start_ns"]
 
 
+@pytest.mark.parametrize(
+    ("shares", "least"),
+    # 48 of 60 tokens are whole pages of 16; of three turns of 60 the cache has the earlier ones.
+    [(("--shared-prefix", 48, "--input", 12), 0.5), (("--turns", 3, "--input", 60), 0.4)],
+)
+def test_what_prompts_share_on_purpose_comes_from_the_cache(tiny, shares, least):
+    options = ("--model", tiny, "--output", 5, "--concurrency", 1, "--requests", 6, "--threads", 1)
+    found = values(*options, *shares, "--repeats", 1)
+    assert found["valid"]
+    assert found["runs"][0]["cache"]["hit_rate"] > least
+
+
 def test_half_the_bytes_of_a_token_hold_twice_the_tokens_and_admit_twice_the_requests(tiny):
     found = values(
         *("compare", "bf16/bf16", "bf16/fp8", "--model", tiny, "--cache-memory", "512KiB"),

@@ -58,6 +58,7 @@ def bench(
         str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
     ] = None,
     requests: options.Requests = None,
+    waves: options.Waves = 2,
     repeats: options.Repeats = 2,
     seed: options.Seed = None,
     max_failed: options.MaxFailed = 1.0,
@@ -88,7 +89,7 @@ def bench(
         raise ConfigError("--server starts a server, --url takes one that runs: say one of them")
     wishes = Wishes(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
-        *(requests, seed, max_failed, goal_ttft, goal_tpot),
+        *(requests, waves, seed, max_failed, goal_ttft, goal_tpot),
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine
@@ -147,6 +148,7 @@ def compare(
         ),
     ] = 2048,
     requests: options.Requests = None,
+    waves: options.Waves = 2,
     repeats: options.Repeats = 3,
     seed: options.Seed = None,
     max_failed: options.MaxFailed = 1.0,
@@ -170,7 +172,7 @@ def compare(
     """
     wishes = Wishes(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
-        *(requests, seed, max_failed, goal_ttft, goal_tpot),
+        *(requests, waves, seed, max_failed, goal_ttft, goal_tpot),
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine

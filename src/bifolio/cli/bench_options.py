@@ -67,7 +67,10 @@ Speed = Annotated[
 ]
 Requests = Annotated[
     int | None,
-    option(LOAD, "Sessions of a run.", show_default="2 a seat", metavar="N", min=1),
+    option(LOAD, "Sessions of a run.", show_default="by --waves", metavar="N", min=1),
+]
+Waves = Annotated[
+    int, option(LOAD, "Sessions of a run for each that is open, 4 at least.", metavar="N", min=1)
 ]
 Repeats = Annotated[int, option(LOAD, "Runs of each step.", metavar="N", min=1)]
 Seed = Annotated[
@@ -109,6 +112,7 @@ class Wishes:
     trace: Path | None = None
     speed: float = 1.0
     requests: int | None = None
+    waves: int = 2
     seed: int | None = None
     max_failed: float = 1.0
     goal_ttft: float | None = None
@@ -144,6 +148,7 @@ class Wishes:
             Goals(_seconds(self.goal_ttft), _seconds(self.goal_tpot), self.max_failed / 100),
             secrets.randbits(32) if self.seed is None else self.seed,
             self.requests,
+            self.waves,
         )
 
 

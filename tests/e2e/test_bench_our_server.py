@@ -1,0 +1,45 @@
+"""The benchmark against our own server: counts, hit rates, and a second run on the same prompts."""
+
+import asyncio
+
+import pytest
+
+from bifolio.bench.endpoint import Endpoint
+from bifolio.bench.figures import Goals
+from bifolio.bench.lengths import Lengths
+from bifolio.bench.session import Load, Plan, measure
+from bifolio.bench.traffic import Synthetic
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+VOCAB = 300
+"""Ids of the scripted model beyond are commands to misbehave."""
+
+
+async def run(url, seed, **work):
+    def measured():
+        target = Endpoint(url, vocab=VOCAB)
+        try:
+            made = Synthetic(Lengths.parse(60), Lengths.parse(9), **work)
+            return measure(target, Plan(made, Goals(), seed, requests=6), Load(2), 0).figures
+        finally:
+            target.close()
+
+    return await asyncio.to_thread(measured)
+
+
+async def test_every_token_and_its_time_is_known(tiny):
+    figures = await run(tiny.url, seed=1)
+    assert not figures.invalid
+    assert figures.real_output == figures.asked_output == 6 * 9
+    assert figures.real_prompt == figures.asked_prompt == 6 * 60
+    assert figures.itl.count <= 6 * 8
+    assert figures.hit_rate == 0.0
+
+
+async def test_the_same_seed_again_finds_a_warm_cache_and_is_invalid(tiny):
+    assert not (await run(tiny.url, seed=2)).invalid
+    again = await run(tiny.url, seed=2)
+    assert again.hit_rate > 0.5
+    assert "came from the prefix cache" in again.invalid[0]
+    assert not (await run(tiny.url, seed=3)).invalid
