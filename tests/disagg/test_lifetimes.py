@@ -150,19 +150,19 @@ def test_a_request_that_can_never_run_is_refused_with_the_parameter() -> None:
     assert nothing_is_held(pair)
 
 
-@pytest.mark.parametrize("error", [RequestError("no"), OverloadedError("not now", 1.0)])
-def test_an_engine_that_does_not_take_what_is_proven_frees_it(error: Exception) -> None:
+@pytest.mark.parametrize("overloaded", [False, True])
+def test_an_engine_that_does_not_take_what_is_proven_frees_it(overloaded: bool) -> None:
     pair = begun(retries=RetryBudget(1))
 
     def refuse(request, table, result):
-        raise error
+        raise OverloadedError("not now", 1.0) if overloaded else RequestError("no")
 
     pair.target.sink._admit = refuse
     pair.compute(make_request("a", PROMPT), 100)
     pair.finish(make_request("a", PROMPT))
     pair.poll(6)
     assert not pair.target.admitted
-    assert pair.failed("a").cause in (Cause.REJECTED, Cause.OVERLOADED)
+    assert pair.failed("a").cause is (Cause.OVERLOADED if overloaded else Cause.REJECTED)
     assert nothing_is_held(pair)
 
 
