@@ -1,129 +1,16 @@
 #include "kernels/convert_pages.hpp"
 
-#include "kernels/fp8.hpp"
-#include "kernels/page_layer.hpp"
+#include "kernels/convert_chunks.hpp"
 
 namespace bifolio::BIFOLIO_ISA {
 namespace {
 
-constexpr int kTokens = 16;          // that stand together in a page of any size
-constexpr int kChunk = 2 * kTokens;  // numbers that are converted together
-constexpr int kVectors = kChunk / kLanes;
-
-// The scales of the numbers of a chunk, one each. In a chunk of keys, number i belongs to token
-// i / 2 of 16; in one of values, to token i % 2 of 2.
-struct ChunkScales {
-  float scale[kChunk];
-  bool reciprocal = false;  // `scale` holds 1 / scale, each an exact power of two
-};
-
-template <CacheKind kKind>
-struct KindConstant {
-  static constexpr CacheKind value = kKind;
-};
-
-// A pass over the chunks of one head that share their tokens.
-struct Chunks {
-  const uint8_t* source;
-  uint8_t* target;
-  int64_t source_pitch, target_pitch;  // bytes from chunk to chunk
-  int64_t count;
-};
-
-using Numbers = Lanes[kVectors];
-
-// A vector's worth of codes.
-using Halves [[gnu::vector_size(2 * kLanes)]] = uint16_t;
-using Bytes [[gnu::vector_size(kLanes)]] = uint8_t;
-
-template <CacheKind kKind>
-[[gnu::always_inline]] inline void decode(const uint8_t* codes, const ChunkScales& scales,
-                                          Numbers& x) {
-  for (int v = 0; v < kVectors; ++v) {
-    if constexpr (kKind == kCacheFp32) {
-      std::memcpy(&x[v], codes + v * sizeof(Lanes), sizeof(Lanes));
-    } else if constexpr (kKind == kCacheBf16) {
-      x[v] = from_bits(load_halves(codes + v * sizeof(Halves)) << 16);
-    } else {
-      x[v] = lanes_from_e4m3(load_bytes(codes + v * sizeof(Bytes))) *
-             load(scales.scale + v * kLanes);
-    }
-  }
+ChunkScales static_scales(const float* scales, int64_t head) {
+  return ChunkScales::of(scales == nullptr ? 1.0F : scales[head]);
 }
 
-template <CacheKind kKind>
-[[gnu::always_inline]] inline void encode(const Numbers& x, const ChunkScales& scales,
-                                          uint8_t* codes) {
-  for (int v = 0; v < kVectors; ++v) {
-    if constexpr (kKind == kCacheFp32) {
-      std::memcpy(codes + v * sizeof(Lanes), &x[v], sizeof(Lanes));
-    } else if constexpr (kKind == kCacheBf16) {
-      const auto packed = __builtin_convertvector(bits(round_to_bf16(x[v])) >> 16, Halves);
-      std::memcpy(codes + v * sizeof packed, &packed, sizeof packed);
-    } else {
-      const Lanes scale = load(scales.scale + v * kLanes);
-      const IntLanes code = e4m3_from_lanes(scales.reciprocal ? x[v] * scale : x[v] / scale);
-      const auto packed = __builtin_convertvector(code, Bytes);
-      std::memcpy(codes + v * sizeof packed, &packed, sizeof packed);
-    }
-  }
-}
-
-// Calls fn with a kind as a constant.
-template <class Fn>
-void with_kind(int64_t kind, const Fn& fn) {
-  switch (kind) {
-    case kCacheFp32: return fn(KindConstant<kCacheFp32>{});
-    case kCacheBf16: return fn(KindConstant<kCacheBf16>{});
-    default: return fn(KindConstant<kCacheFp8>{});
-  }
-}
-
-void convert(const Chunks& c, int64_t source_kind, const ChunkScales& source_scales,
-             int64_t target_kind, const ChunkScales& target_scales) {
-  with_kind(source_kind, [&](auto source) {
-    with_kind(target_kind, [&](auto target) {
-      for (int64_t i = 0; i < c.count; ++i) {
-        Numbers x;
-        decode<source.value>(c.source + i * c.source_pitch, source_scales, x);
-        encode<target.value>(x, target_scales, c.target + i * c.target_pitch);
-      }
-    });
-  });
-}
-
-// Greatest magnitude of each number's place in the chunks, NaN left out.
-void greatest(const Chunks& c, int64_t kind, const ChunkScales& scales, float (&most)[kChunk]) {
-  Numbers best = {};
-  with_kind(kind, [&](auto source) {
-    for (int64_t i = 0; i < c.count; ++i) {
-      Numbers x;
-      decode<source.value>(c.source + i * c.source_pitch, scales, x);
-      for (int v = 0; v < kVectors; ++v) best[v] = max(abs(x[v]), best[v]);
-    }
-  });
-  for (int v = 0; v < kVectors; ++v) store(most + v * kLanes, best[v]);
-}
-
-ChunkScales fill(float even, float odd) {
-  ChunkScales s;
-  for (int i = 0; i < kChunk; ++i) s.scale[i] = i % 2 == 0 ? even : odd;
-  return s;
-}
-
-// Of one head: of all its tokens, and to be divided by if `target`.
-ChunkScales fill_static(const float* scales, int64_t head, bool target) {
-  const float scale = scales == nullptr ? 1.0F : scales[head];
-  constexpr uint32_t kMantissa = 0x7fffff;
-  const bool power_of_two = (__builtin_bit_cast(uint32_t, scale) & kMantissa) == 0 &&
-                            scale > 0x1p-100F && scale < 0x1p100F;
-  ChunkScales s = fill(scale, scale);
-  if (target && power_of_two) {
-    s = fill(1 / scale, 1 / scale);
-    s.reciprocal = true;
-  }
-  return s;
-}
+// The kind of a page's codes, apart from where their scales stand.
+int64_t codes_of(int64_t kind) { return kind == kCacheFp8Token ? int64_t{kCacheFp8} : kind; }
 
 struct Side {
   PageLayer pages;
@@ -131,19 +18,27 @@ struct Side {
   const float* v_scales;
 };
 
-// All keys, or all values, of a head, where numbers have no scales or one for all.
-void convert_plain(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head) {
-  const int64_t count = from.pages.page_size * from.pages.head_dim / kChunk;
-  const int64_t source_pitch = kChunk * from.pages.number_bytes();
-  const int64_t target_pitch = kChunk * to.pages.number_bytes();
-  const Chunks keys{from.pages.k_codes(source, head), to.pages.k_codes(target, head), source_pitch,
-                    target_pitch, count};
-  convert(keys, from.pages.kind, fill_static(from.k_scales, head, false), to.pages.kind,
-          fill_static(to.k_scales, head, true));
-  const Chunks values{from.pages.v_codes(source, head), to.pages.v_codes(target, head),
-                      source_pitch, target_pitch, count};
-  convert(values, from.pages.kind, fill_static(from.v_scales, head, false), to.pages.kind,
-          fill_static(to.v_scales, head, true));
+// All keys and values of a page, where numbers have no scale of their own: those of heads with equal
+// scales on either side are one run.
+void convert_plain(const Side& from, const Side& to, int64_t source, int64_t target) {
+  const int64_t heads = from.pages.kv_heads;
+  const auto scale_of = [heads](const Side& side, int64_t head) {
+    const float* scales = head < heads ? side.k_scales : side.v_scales;
+    return scales == nullptr ? 1.0F : scales[head % heads];
+  };
+  const int64_t chunks = from.pages.page_size * from.pages.head_dim / kChunk;
+  for (int64_t first = 0, end; first < 2 * heads; first = end) {  // the heads of V follow those of K
+    end = first + 1;
+    while (end < 2 * heads && scale_of(from, end) == scale_of(from, first) &&
+           scale_of(to, end) == scale_of(to, first)) {
+      ++end;
+    }
+    const Chunks run{from.pages.k_codes(source, first), to.pages.k_codes(target, first),
+                     kChunk * from.pages.number_bytes(), kChunk * to.pages.number_bytes(),
+                     chunks * (end - first)};
+    convert(run, from.pages.kind, ChunkScales::of(scale_of(from, first)), to.pages.kind,
+            ChunkScales::of(scale_of(to, first)));
+  }
 }
 
 // Tokens first … first + kTokens - 1 of the keys of a head.
@@ -156,26 +51,23 @@ void convert_keys(const Side& from, const Side& to, int64_t source, int64_t targ
   const Chunks chunks{at(from.pages, source), at(to.pages, target),
                       row * from.pages.number_bytes(), row * to.pages.number_bytes(),
                       from.pages.head_dim / 2};
-  ChunkScales source_scales = fill_static(from.k_scales, head, false);
-  ChunkScales target_scales = fill_static(to.k_scales, head, true);
+  ChunkScales source_scales = static_scales(from.k_scales, head);
+  ChunkScales target_scales = static_scales(to.k_scales, head);
   if (from.pages.kind == kCacheFp8Token) {
     const uint16_t* scales = from.pages.k_scales(source, head) + first;
-    for (int t = 0; t < kTokens; ++t) {
-      source_scales.scale[2 * t] = source_scales.scale[2 * t + 1] = float_from_half(scales[t]);
-    }
+    source_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i / 2]); });
   }
   if (to.pages.kind == kCacheFp8Token) {
     float most[kChunk];
-    greatest(chunks, from.pages.kind, source_scales, most);
+    greatest(chunks, codes_of(from.pages.kind), source_scales, most);
     uint16_t* scales = to.pages.k_scales(target, head) + first;
-    target_scales.reciprocal = false;
     for (int t = 0; t < kTokens; ++t) {
       const float absmax = most[2 * t] > most[2 * t + 1] ? most[2 * t] : most[2 * t + 1];
       scales[t] = token_scale_from_absmax(absmax);
-      target_scales.scale[2 * t] = target_scales.scale[2 * t + 1] = float_from_half(scales[t]);
     }
+    target_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i / 2]); });
   }
-  convert(chunks, from.pages.kind, source_scales, to.pages.kind, target_scales);
+  convert(chunks, codes_of(from.pages.kind), source_scales, codes_of(to.pages.kind), target_scales);
 }
 
 // Tokens first and first + 1 of the values of a head.
@@ -187,22 +79,22 @@ void convert_values(const Side& from, const Side& to, int64_t source, int64_t ta
   const Chunks chunks{at(from.pages, source), at(to.pages, target),
                       kChunk * from.pages.number_bytes(), kChunk * to.pages.number_bytes(),
                       2 * from.pages.head_dim / kChunk};
-  ChunkScales source_scales = fill_static(from.v_scales, head, false);
-  ChunkScales target_scales = fill_static(to.v_scales, head, true);
+  ChunkScales source_scales = static_scales(from.v_scales, head);
+  ChunkScales target_scales = static_scales(to.v_scales, head);
   if (from.pages.kind == kCacheFp8Token) {
     const uint16_t* scales = from.pages.v_scales(source, head) + first;
-    source_scales = fill(float_from_half(scales[0]), float_from_half(scales[1]));
+    source_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i % 2]); });
   }
   if (to.pages.kind == kCacheFp8Token) {
     float most[kChunk];
-    greatest(chunks, from.pages.kind, source_scales, most);
+    greatest(chunks, codes_of(from.pages.kind), source_scales, most);
     float absmax[2] = {};
     for (int i = 0; i < kChunk; ++i) absmax[i % 2] = most[i] > absmax[i % 2] ? most[i] : absmax[i % 2];
     uint16_t* scales = to.pages.v_scales(target, head) + first;
     for (int t = 0; t < 2; ++t) scales[t] = token_scale_from_absmax(absmax[t]);
-    target_scales = fill(float_from_half(scales[0]), float_from_half(scales[1]));
+    target_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i % 2]); });
   }
-  convert(chunks, from.pages.kind, source_scales, to.pages.kind, target_scales);
+  convert(chunks, codes_of(from.pages.kind), source_scales, codes_of(to.pages.kind), target_scales);
 }
 
 void convert_layer(const ConvertPagesArgs& a, int64_t i, int64_t layer) {
@@ -221,12 +113,11 @@ void convert_layer(const ConvertPagesArgs& a, int64_t i, int64_t layer) {
                 scales(a.target_v_scales)};
   const int64_t source = a.source_index[i];
   const int64_t target = a.target_index[i];
-  const bool plain = a.source_kind != kCacheFp8Token && a.target_kind != kCacheFp8Token;
+  if (a.source_kind != kCacheFp8Token && a.target_kind != kCacheFp8Token) {
+    convert_plain(from, to, source, target);
+    return;
+  }
   for (int64_t head = 0; head < a.kv_heads; ++head) {
-    if (plain) {
-      convert_plain(from, to, source, target, head);
-      continue;
-    }
     for (int64_t token = 0; token < a.page_size; token += kTokens) {
       convert_keys(from, to, source, target, head, token);
     }

@@ -7,7 +7,7 @@ import torch
 
 from bifolio.errors import UnsupportedError
 from bifolio.formats import CacheFormat
-from bifolio.kernels import native, paged
+from bifolio.kernels import latent_pages, native, paged
 from bifolio.kernels.ops import LayerCache
 from bifolio.kernels.reference_convert import ConvertKernels, ReferenceConvert
 from bifolio.spec import PageSpec
@@ -96,6 +96,43 @@ def test_conversion_gives_the_bytes_of_the_reference(
     assert (pools[0][1, 64:] != 0x11).any()
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**7, 2.0**-40, 0.37, 3e-5, 61.0])
+def test_every_bf16_number_becomes_the_code_of_the_reference(
+    native_ops: native.NativeOps, scale: float
+) -> None:
+    """All 65,536 of them: every exponent, subnormal numbers, ties, both zeros, infinities, NaN."""
+    layers, size, dim = 2, 256, 64
+    specs = [PageSpec(layers, 1, dim, CacheFormat.parse(f), size) for f in ("bf16", "fp8")]
+    pool = torch.zeros(1, specs[0].page_bytes, dtype=torch.uint8)
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    pool[0, 64 : 64 + 2 * len(numbers)] = numbers.view(torch.uint8)
+    scales = torch.full((layers, 1), scale)
+    found = []
+    for ops in (ReferenceConvert(), native_ops):
+        target = torch.zeros(1, specs[1].page_bytes, dtype=torch.uint8)
+        source = layers_of(specs[0], pool, None)
+        ops.convert_pages(source, layers_of(specs[1], target, (scales, scales)), [0], [0])
+        found.append(target)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**-130, 0.37, 1e36])
+def test_every_code_becomes_the_bf16_number_of_the_reference(
+    native_ops: native.NativeOps, scale: float
+) -> None:
+    specs = [PageSpec(1, 1, 64, CacheFormat.parse(f), 16) for f in ("fp8", "bf16")]
+    pool = torch.zeros(1, specs[0].page_bytes, dtype=torch.uint8)
+    pool[0, 64:] = torch.arange(2048).to(torch.uint8)
+    scales = torch.full((1, 1), scale)
+    found = []
+    for ops in (ReferenceConvert(), native_ops):
+        target = torch.zeros(1, specs[1].page_bytes, dtype=torch.uint8)
+        source = layers_of(specs[0], pool, (scales, scales))
+        ops.convert_pages(source, layers_of(specs[1], target, None), [0], [0])
+        found.append(target)
+    assert same_numbers(specs[1], *found)
+
+
 def test_pages_of_the_same_format_come_through_unchanged(ops: ConvertKernels) -> None:
     for fmt in FORMATS:
         spec = PageSpec(2, 2, 32, CacheFormat.parse(fmt), 16)
@@ -106,13 +143,64 @@ def test_pages_of_the_same_format_come_through_unchanged(ops: ConvertKernels) ->
             assert torch.equal(pool, copy)
 
 
-def test_unlike_shapes_and_latent_pages_are_refused(ops: ConvertKernels) -> None:
+def test_unlike_shapes_are_refused(ops: ConvertKernels) -> None:
     spec = PageSpec(1, 2, 32, CacheFormat.parse("bf16"), 16)
-    other = PageSpec(1, 2, 32, CacheFormat.parse("bf16"), 32)
-    latent = PageSpec(1, 1, 32, CacheFormat.parse("bf16"), 16, latent=LatentShape(16, 16))
-    pools = {s: pool_of(s, 1, scaled=False)[1] for s in (spec, other)}
-    with pytest.raises(UnsupportedError, match="page size"):
-        ops.convert_pages(pools[spec], pools[other], [0], [0])
-    caches = layers_of(latent, torch.zeros(1, latent.page_bytes, dtype=torch.uint8), None)
-    with pytest.raises(UnsupportedError, match="latent"):
-        ops.convert_pages(caches, caches, [0], [0])
+    others = [
+        PageSpec(1, 2, 32, CacheFormat.parse("bf16"), 32),
+        PageSpec(1, 2, 32, CacheFormat.parse("bf16"), 16, latent=LatentShape(16, 16)),
+    ]
+    source = layers_of(spec, torch.zeros(1, spec.page_bytes, dtype=torch.uint8), None)
+    for other in others:
+        target = layers_of(other, torch.zeros(1, other.page_bytes, dtype=torch.uint8), None)
+        with pytest.raises(UnsupportedError, match="page size"):
+            ops.convert_pages(source, target, [0], [0])
+
+
+KV, ROPE, INDEX = 208, 16, 48
+"""A latent of 208 has a group of 128 and a short one of 80."""
+
+
+def latent_pool(cache: str, *, scale: float | None = None) -> tuple[torch.Tensor, list[LayerCache]]:
+    """Two pages of latents in three layers, two of which own an index."""
+    shape = LatentShape(KV, ROPE, INDEX, (0, 2))
+    spec = PageSpec(3, 1, KV + ROPE, CacheFormat.parse(cache), 16, latent=shape)
+    pool = torch.zeros(2, spec.page_bytes, dtype=torch.uint8)
+    scales = None if scale is None else torch.tensor([scale])
+    caches = [LayerCache(spec, layer, pool, scales) for layer in range(3)]
+    generator = torch.Generator().manual_seed(3)
+    page_t, slot_t = torch.arange(32) // 16, torch.arange(32) % 16
+    for cache_ in caches:
+        latent, key, index = torch.randn(32, KV + ROPE + INDEX, generator=generator).split(
+            [KV, ROPE, INDEX], dim=1
+        )
+        latent_pages.write_latents(cache_, page_t, slot_t, latent, key)
+        if cache_.layer in shape.index_layers:
+            latent_pages.write_index_keys(cache_, page_t, slot_t, index)
+    return pool, caches
+
+
+@pytest.mark.parametrize("target_format", ["fp32", "bf16", "fp8", "fp8:token"])
+@pytest.mark.parametrize("source_format", ["fp32", "bf16", "fp8", "fp8:token"])
+def test_latents_become_what_would_have_been_stored_had_they_been_read(
+    ops: ConvertKernels, source_format: str, target_format: str
+) -> None:
+    _, source = latent_pool(source_format, scale=0.5 if source_format == "fp8" else None)
+    target_pool, target = latent_pool(target_format, scale=0.37 if target_format == "fp8" else None)
+    target_pool[:, 64:] = 0xEE
+    ops.convert_pages(source, target, [1, 0], [0, 1])
+    _, expected = latent_pool(target_format, scale=0.37 if target_format == "fp8" else None)
+    pages, page_t, slot_t = torch.tensor([1, 0]), torch.arange(32) // 16, torch.arange(32) % 16
+    for one, other in zip(source, expected, strict=True):
+        both = latent_pages.read_latents(one, pages, 32)
+        latent_pages.write_latents(other, page_t, slot_t, both[:, :KV], both[:, KV:])
+        found = [
+            latent_pages.read_latents(c, torch.arange(2), 32) for c in (other, target[one.layer])
+        ]
+        assert torch.equal(*found)
+        if one.layer in (0, 2):
+            keys = latent_pages.read_index_keys(one, pages, 32)
+            arrived = latent_pages.read_index_keys(target[one.layer], torch.arange(2), 32)
+            if "fp32" in (source_format, target_format) and source_format != target_format:
+                assert (arrived - keys).abs().max() <= keys.abs().max() / 16
+            else:
+                assert torch.equal(arrived, keys), "e4m3 index keys come through as they are"

@@ -69,6 +69,18 @@ def read_index_keys(cache: LayerCache, pages_p: Tensor, length: int) -> Tensor:
     return key_sd if scales is None else key_sd * scales[page, slot][:, None]
 
 
+def copy_index_keys(
+    source: LayerCache, target: LayerCache, pages_p: Tensor, page_t: Tensor, slot_t: Tensor
+) -> None:
+    """Copy the first index keys of a list of pages, codes and scales, into slots of others."""
+    page, slot = _places(source, pages_p, len(slot_t))
+    keys, scales = _index_planes(source)
+    other_keys, other_scales = _index_planes(target)
+    other_keys[page_t, slot_t] = keys[page, slot]
+    if scales is not None and other_scales is not None:
+        other_scales[page_t, slot_t] = scales[page, slot]
+
+
 class _Planes:
     """Views of one layer in all pages, indexed [page, slot]: pairs of codes, scales per group."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bifolio.kernels.native_attention import cache_kind
 from bifolio.kernels.ops import LayerCache
-from bifolio.kernels.reference_convert import check_convertible
+from bifolio.kernels.reference_convert import ReferenceConvert, check_convertible
 
 if TYPE_CHECKING:
     from bifolio import _native
@@ -29,8 +29,14 @@ class ConvertOps:
         source_pages: Sequence[int],
         target_pages: Sequence[int],
     ) -> None:
-        """See `ConvertKernels.convert_pages`; page by page and layer by layer on all threads."""
+        """See `ConvertKernels.convert_pages`; page by page and layer by layer on all threads.
+
+        Pages of latents go through torch: they have no kernel of their own.
+        """
         check_convertible(source, target)
+        if source[0].spec.latent is not None:
+            ReferenceConvert().convert_pages(source, target, source_pages, target_pages)
+            return
         assert len(source_pages) == len(target_pages)
         one, other = source[0], target[0]
         pages = [np.array(numbers, dtype=np.int64) for numbers in (source_pages, target_pages)]
