@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bifolio.compress.job import Job, Progress, RoundToNearest
+from bifolio.compress.job import Progress
 from bifolio.compress.recipe import Recipe
 from bifolio.compress.report import Report
-from bifolio.compress.source import SourceModel
+from bifolio.compress.run import compress_checkpoint
+from bifolio.compress.texts import Texts
 from bifolio.formats import PrecisionPlan, WeightFormat
 from bifolio.kernels.reference import ReferenceOps
 from bifolio.models.loader import load_models
@@ -40,14 +41,20 @@ def compress(
     target: Path,
     weights: str,
     *,
+    texts: list[list[int]] | None = None,
     shard_bytes: int | None = None,
     progress: Progress = lambda _stage, _done, _total: None,
     **options: Any,
 ) -> Report:
-    recipe = Recipe(WeightFormat.parse(weights), **options)
-    model = SourceModel(resolve_source(str(source)))
-    work = RoundToNearest(model, recipe)
-    return Job(model, target, recipe, work, shard_bytes=shard_bytes).run(progress)
+    pieces = None if texts is None else Texts(tuple(map(tuple, texts)), ())
+    return compress_checkpoint(
+        resolve_source(str(source)),
+        target,
+        Recipe(WeightFormat.parse(weights), **options),
+        pieces,
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
 
 
 def logits(folder: Path) -> Tensor:

@@ -14,7 +14,12 @@ from bifolio.errors import ConfigError
 if TYPE_CHECKING:
     from bifolio.cli.progress import Reporter
     from bifolio.compress.recipe import Recipe
-    from bifolio.compress.report import Report
+    from bifolio.compress.report import OutputDistance, Report
+    from bifolio.compress.texts import Texts
+    from bifolio.models.source import ModelSource
+
+_JUDGED = 16
+"""Pieces of held-out text on which the result is measured."""
 
 
 def compress(
@@ -32,6 +37,12 @@ def compress(
     keep: Annotated[
         list[str] | None, typer.Option(help="Modules to leave, such as '*.down_proj'; repeatable.")
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text, for gptq and awq, and to measure the result.")
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(min=1024, help="Tokens of it to calibrate with.")
+    ] = 32768,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -42,6 +53,7 @@ def compress(
     [bold]Examples[/]
 
       bifolio compress ./model ./model-int4 --weights int4:g32
+      bifolio compress ./model ./model-gptq --method gptq --calibration book.txt
       bifolio compress kimi-k2.6 --weights int4:g32 --only experts --dry-run
     """
     recipe = _recipe(weights, method, only, keep or [])
@@ -50,7 +62,7 @@ def compress(
     elif target is None:
         raise ConfigError("name the folder for the result, or ask for --dry-run")
     else:
-        report = _compress(source, target, recipe)
+        report = _compress(source, target, recipe, calibration, calibration_tokens)
     if as_json:
         print(json.dumps(report.as_json()))
         return
@@ -82,17 +94,58 @@ def _forecast(source: str, recipe: Recipe) -> Report:
     return forecast(model.spec, model.stored, recipe)
 
 
-def _compress(source: str, target: Path, recipe: Recipe) -> Report:
-    from bifolio.compress.job import Job, RoundToNearest
-    from bifolio.compress.source import SourceModel
+def _compress(
+    name: str, target: Path, recipe: Recipe, calibration: Path | None, tokens: int
+) -> Report:
+    from dataclasses import replace
+
+    from bifolio.compress.job import write_report
+    from bifolio.compress.run import compress_checkpoint
     from bifolio.models.source import resolve_source
 
-    with _reporter() as report:
-        model = SourceModel(resolve_source(source, report))
-        return Job(model, target, recipe, RoundToNearest(model, recipe)).run(report)
+    with reporter() as progress:
+        source = resolve_source(name, progress)
+        texts = None if calibration is None else read_calibration(source, calibration, tokens)
+        report = compress_checkpoint(source, target, recipe, texts, progress=progress)
+    if texts is not None:
+        report = replace(report, distance=_distance(source, target, texts))
+        write_report(target, report)
+    return report
 
 
-def _reporter() -> Reporter:
+def read_calibration(source: ModelSource, path: Path, tokens: int) -> Texts:
+    """A text in the tokens of a model."""
+    from bifolio.compress.texts import read_texts
+    from bifolio.engine.text_files import load_text_side
+
+    tokenizer = load_text_side(source.path).tokenizer
+    spec = source.spec
+    return read_texts(
+        path, tokenizer.encode, tokens=tokens, vocab=spec.vocab, longest=spec.max_position
+    )
+
+
+def _distance(source: ModelSource, target: Path, texts: Texts) -> OutputDistance:
+    from bifolio.compress.report import OutputDistance
+    from bifolio.engine.logs import configure
+    from bifolio.evals.distance import measure
+    from bifolio.evals.subject import Setup, Subject
+    from bifolio.evals.subject import Texts as Tokenizer
+
+    configure("warning")
+    pieces = texts.held_out[:: max(1, len(texts.held_out) // _JUDGED)][:_JUDGED]
+    halves = [(piece[: len(piece) // 2], piece[len(piece) // 2 :]) for piece in pieces]
+    longest = max(map(len, pieces))
+    before, after = (
+        Subject(Setup(str(path), "auto/bf16"), Tokenizer(str(path)), longest).forced()
+        for path in (source.path, target)
+    )
+    found = measure(before, after, halves)
+    return OutputDistance(found.positions, found.kl, found.kl_p99, found.top1)
+
+
+def reporter() -> Reporter:
+    """Bars on a terminal, log lines elsewhere."""
     import structlog
     from rich.console import Console
 

@@ -17,6 +17,13 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_bytes(report))
     if report.layers:
         console.print(_errors(report))
+    if report.distance is not None:
+        found = report.distance
+        console.print(
+            f"distance to the source over {found.positions:,} held-out positions: mean KL "
+            f"{found.kl:.5f} nats, p99 {found.kl_p99:.4f}, same top token {found.top1:.1%}",
+            highlight=False,
+        )
     for note in report.notes:
         console.print(f"· {note}", highlight=False)
 

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from bifolio import __version__
 from bifolio.cli import bench
+from bifolio.cli.calibrate import calibrate
 from bifolio.cli.chat import chat
 from bifolio.cli.compress import compress
 from bifolio.cli.console import ERROR_PREFIX
@@ -80,6 +81,7 @@ app.command()(plan)
 app.add_typer(eval_app)
 app.add_typer(bench.app)
 app.command()(compress)
+app.command()(calibrate)
 app.command()(report)
 app.command()(doctor)
 

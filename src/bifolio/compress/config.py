@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
-from bifolio.compress.layout import OTHER, Piece
+from bifolio.compress.layout import CACHE_SCALES, OTHER, Piece
 from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
 from bifolio.planner.shapes import Kind
 
@@ -23,8 +24,11 @@ def compressed_config(
 ) -> dict[str, Any]:
     """A model's `config.json` with the description of the compressed matrices in it.
 
-    It stands at the top, also where the language model's own part is under `text_config`.
+    It stands at the top, also where the language model's own part is under `text_config`. Static
+    scales of the cache among the pieces are described too.
     """
+    pieces = list(pieces)
+    scales = [piece for piece in pieces if piece.kind == CACHE_SCALES]
     described = {key: value for key, value in config.items() if key != "quantization_config"}
     if isinstance(text := config.get("text_config"), Mapping):
         kept = {key: value for key, value in text.items() if key != "quantization_config"}
@@ -43,10 +47,25 @@ def compressed_config(
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ignored(pieces, prefix),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache_scheme(_by_head(scales)) if scales else None,
         "global_compression_ratio": None,
     }
     return described
+
+
+def cache_scheme(by_head: bool) -> dict[str, Any]:
+    """How static scales of an fp8 cache are described: by KV head, or by layer."""
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "attn_head" if by_head else "tensor",
+    }
+
+
+def _by_head(scales: Iterable[Piece]) -> bool:
+    return any(prod(piece.shape) > 1 for piece in scales)
 
 
 def ignored(pieces: Iterable[Piece], prefix: str) -> list[str]:

@@ -44,7 +44,8 @@ _VERSION = 1
 
 _NOT_COPIED = {INDEX, "config.json", REPORT}
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""By the names of safetensors."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the numbers (parameters) that are done, and their total."""
@@ -74,7 +75,7 @@ class RoundToNearest:
 
     def __init__(self, source: SourceModel, recipe: Recipe) -> None:
         self._source, self._recipe = source, recipe
-        self._dtype = _DTYPES[source.scale_dtype]
+        self._dtype = SCALE_DTYPES[source.scale_dtype]
         self._layers = {name: entry.layer for name, entry in catalogue(source.spec).items()}
 
     def unit(self, unit: Unit, emit: Emit) -> Iterator[MatrixError | int]:
@@ -96,6 +97,11 @@ class RoundToNearest:
 
     def load(self, path: Path) -> None:
         """Nothing was kept."""
+
+
+def write_report(target: Path, report: Report) -> None:
+    """The report as JSON beside the result."""
+    write_json(target / REPORT, report.as_json())
 
 
 def emit_coded(piece: Piece, tensors: dict[str, Tensor], emit: Emit) -> None:
@@ -208,7 +214,7 @@ class Job:
             self._source.config, self._recipe.weights, self._pieces, self._source.prefix
         )
         write_json(self._target / "config.json", described)
-        write_json(self._target / REPORT, report.as_json())
+        write_report(self._target, report)
         write_index(self._target, self._shards)
         shutil.rmtree(self._state)
         return report

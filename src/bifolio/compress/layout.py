@@ -19,10 +19,11 @@ from bifolio.planner.shapes import Kind
 SHARD_BYTES = 5 * 10**9
 """Size at which a file is full."""
 
-OTHER = "other"
-"""Kind of tensors that are no parameters of the language model."""
+OTHER, CACHE_SCALES = "other", "cache_scales"
+"""Kinds of tensors that are no parameters of the language model."""
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
+_SCALE = re.compile(r"\.self_attn\.[\w.]+_scale$")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -124,7 +125,7 @@ def lay_out(
 def _piece(
     name: str, source: Held, entry: Entry | None, recipe: Recipe, scale_dtype: str, prefix: str
 ) -> Piece:
-    kind = str(entry.kind) if entry else OTHER
+    kind = str(entry.kind) if entry else CACHE_SCALES if _SCALE.search(name) else OTHER
     if entry is None or not recipe.compresses(entry):
         stored = (Stored(prefix + name, source.dtype, source.shape),)
         return Piece(name, stored, kind, False, source.shape)

@@ -91,6 +91,20 @@ class KindBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputDistance:
+    """How far the result's output distributions are from the source's, on text that was held out.
+
+    Divergences KL(source ‖ result) in nats; `top1` is the share of positions where both prefer the
+    same token.
+    """
+
+    positions: int
+    kl: float
+    kl_p99: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All of it. Bytes are those of tensors; `file_bytes` those of files, headers included."""
 
@@ -101,6 +115,7 @@ class Report:
     kinds: tuple[KindBytes, ...]
     layers: tuple[LayerError, ...]
     notes: tuple[str, ...]
+    distance: OutputDistance | None = None
 
     @property
     def ratio(self) -> float:

@@ -51,6 +51,10 @@ class Grid:
         scales, zeros = self.columns(w_nk.shape[1])
         return _round(w_nk / scales + zeros, self.format)
 
+    def nearest(self, steps: Tensor) -> Tensor:
+        """Codes of numbers in steps from zero, whole and within bounds."""
+        return _round(steps, self.format)
+
     def columns(self, k: int) -> tuple[Tensor, Tensor]:
         """Scale and zero point of each number, float32 [n, k]."""
         size = self.format.group or k

@@ -11,6 +11,7 @@ from bifolio.compress.layout import Held
 from bifolio.errors import ConfigError
 from bifolio.kernels.decode import decode
 from bifolio.kernels.tensor import QuantTensor
+from bifolio.models.cache_scales import WithoutScales
 from bifolio.models.checkpoint import check_tensors, identity
 from bifolio.models.families import FAMILIES
 from bifolio.models.quantization import read_quantization
@@ -39,7 +40,7 @@ class SourceModel:
         self.spec = source.spec
         self.config: dict[str, Any] = source.config
         self._files = SafetensorsFolder(source.path)
-        self._view = plain_view(self._files, self.spec)
+        self._view = WithoutScales(plain_view(self._files, self.spec))
         self._weights = GateAndUp(StoredWeights(self._view, read_quantization(self.config)))
         self.shapes = self._weights.shapes
         self.tensors = FAMILIES[self.spec.architecture](self.spec)
@@ -71,15 +72,22 @@ class SourceModel:
 
     @property
     def apart(self) -> dict[str, Held]:
-        """Tensors of other senses, which are copied under their full names."""
-        if not self.prefix:
-            return {}
+        """Tensors of other senses and scales of the cache, copied under their full names."""
         stored = self._files
+        names = set(self.scale_names)
+        if self.prefix:
+            others = (name for name in stored.shapes if not name.startswith(_PREFIX))
+            names |= {name for name in others if name not in self.shapes}
         return {
             name: Held(stored.shapes[name], stored.dtypes[name])
             for name in stored.shapes
-            if not name.startswith(_PREFIX) and name not in self.shapes
+            if name in names
         }
+
+    @property
+    def scale_names(self) -> list[str]:
+        """Names of the static scales of the cache, as in the files."""
+        return [self.prefix + name for name in self._view.names]
 
     @property
     def identity(self) -> str:

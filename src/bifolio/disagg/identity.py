@@ -36,6 +36,7 @@ def hello_of(engine: Engine, role: Role) -> Hello:
         model=model_print(resolve_source(engine.model), engine.models.identity),
         page=page_shape(spec),
         writer=engine.writer(Phase.PREFILL) if role is Role.PREFILL else 0,
+        scales=b"" if engine.pool.scales is None else engine.pool.scales.as_bytes(),
         slots=slots if role is Role.DECODE else 0,
         max_tokens=engine.max_model_len,
     )

@@ -14,6 +14,7 @@ from bifolio.engine.peers import Peers
 from bifolio.engine.scrub import Scrubber
 from bifolio.errors import ConfigError, RequestError
 from bifolio.formats import Phase
+from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.choose import KernelSet, choose
 from bifolio.models.builtin import home
 from bifolio.models.in_fact import FormatsInFact
@@ -73,7 +74,7 @@ class Engine:
             progress=lambda done, total: progress("weights", done, total),
         )
         self.formats = {p: FormatsInFact.of(self.models.phase(p).decoder) for p in Phase}
-        self.pool = _pool(page, pages)
+        self.pool = _pool(page, pages, self.models.cache_scales)
         self._page_pool = PagePool(pages)
         limits = Limits(
             max_model_len=self.max_model_len,
@@ -81,7 +82,7 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             max_waiting=config.max_waiting,
         )
-        _warn_of_unit_scales(page)
+        _warn_of_unit_scales(self.pool)
         self.scheduler = Scheduler(self._cache_manager(), limits, self.spec.stop_ids)
         self.runner = ModelRunner(
             _runnable(self.models, self.kernels),
@@ -99,8 +100,9 @@ class Engine:
         """Fingerprint of what writes pages in a phase (`runtime.provenance`)."""
         formats = self.formats[phase]
         weights = f"{formats.layers} {formats.experts} {self.kernels.ops.name}"
+        scales = "one" if self.pool.scales is None else self.pool.scales.digest
         return writer_fingerprint(
-            self.models.identity, weights, formats.head, self.pool.spec, "one", 0
+            self.models.identity, weights, formats.head, self.pool.spec, scales, 0
         )
 
     def _cache_manager(self) -> CacheManager:
@@ -255,9 +257,9 @@ def create(config: EngineConfig, progress: Progress) -> Engine:
     return Engine(config, progress)
 
 
-def _pool(page: PageSpec, pages: int) -> KVPool:
+def _pool(page: PageSpec, pages: int, scales: CacheScales | None) -> KVPool:
     try:
-        return KVPool(page, pages)
+        return KVPool(page, pages, scales if page.cache.static_scales else None)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"the system gives no {pages * page.page_bytes} bytes for the cache ({error}); "
@@ -280,11 +282,11 @@ def _model_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int) -> int:
     return config.max_model_len or min(spec.max_position, pool_tokens)
 
 
-def _warn_of_unit_scales(page: PageSpec) -> None:
-    if page.cache.static_scales:
+def _warn_of_unit_scales(pool: KVPool) -> None:
+    if pool.spec.cache.static_scales and pool.scales is None:
         log.warning(
             "the fp8 cache has no calibrated scales, so 1.0 is used",
-            cure="compare its answers with cache=bf16 first, or take cache=fp8:token",
+            cure="make some with `bifolio calibrate`, or take cache=fp8:token",
         )
 
 

@@ -37,15 +37,26 @@ def build_decoder(
     """The decoder of one phase, its weights in the formats of `side`."""
     embedding = reader.matrix(tensors.embedding, side.head)
     layers = tuple(
-        DecoderLayer(
-            _attention(spec, layer.attention, reader, side.weights, spec.windows[i]),
-            _mlp(spec, layer.mlp, reader, side.weights),
-        )
-        for i, layer in enumerate(tensors.layers)
+        build_layer(spec, tensors, index, reader, side.weights) for index in range(spec.layers)
     )
     norm = reader.norm(tensors.norm, spec.rms_eps)
     head = embedding if tensors.tied else reader.matrix(tensors.head, side.head)
     return Decoder(embedding, layers, norm, head, cos_sin_pd)
+
+
+def build_layer(
+    spec: ModelSpec,
+    tensors: ModelTensors,
+    index: int,
+    reader: WeightReader,
+    wish: WeightFormat | None,
+) -> DecoderLayer:
+    """Layer `index` by itself; `wish` None leaves it to the reader's policy."""
+    layer = tensors.layers[index]
+    return DecoderLayer(
+        _attention(spec, layer.attention, reader, wish, spec.windows[index]),
+        _mlp(spec, layer.mlp, reader, wish),
+    )
 
 
 def _attention(

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from bifolio.errors import ConfigError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan, WeightFormat
+from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.memory import giving_back
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.ops import Batch, LayerCache, Ops
 from bifolio.layers.decoder import Decoder
 from bifolio.layers.rope import rope_table
 from bifolio.models.build import build_decoder
+from bifolio.models.cache_scales import WithoutScales
 from bifolio.models.checkpoint import Checkpoint, RawTensors, check_tensors, identity
 from bifolio.models.expert_files import ExpertFiles
 from bifolio.models.families import FAMILIES
@@ -61,6 +63,8 @@ class LoadedModels:
     """Bytes of all weights that are kept in memory, each counted once."""
     experts: ExpertFiles | None = None
     """Those that are mapped from files instead."""
+    cache_scales: CacheScales | None = None
+    """Static scales that the checkpoint brings for an fp8 cache."""
 
     def phase(self, phase: Phase) -> Model:
         return self.prefill if phase is Phase.PREFILL else self.decode
@@ -87,7 +91,7 @@ def load_models(
     """
     spec = source.spec
     tensors = FAMILIES[spec.architecture](spec)
-    checkpoint, files = _open(source)
+    checkpoint, files, scales = _open(source)
     check_tensors(tensors, checkpoint)
     phases = list(dict.fromkeys(_weights_only(side) for side in (plan.prefill, plan.decode)))
     name = identity(spec, files)
@@ -108,6 +112,7 @@ def load_models(
         identity=name,
         nbytes=reader.nbytes + cos_sin.nbytes,
         experts=mapped,
+        cache_scales=scales,
     )
 
 
@@ -120,14 +125,15 @@ def _mapped(folder: Path, source: ModelSource, name: str, ops: Ops, memory: int)
     return ExpertFiles(folder, name, files, ops, memory)
 
 
-def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors]:
-    """The numbers of a checkpoint, and the bytes of its files."""
+def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors, CacheScales | None]:
+    """The numbers of a checkpoint, the bytes of its files, and its scales of the cache."""
     if source.is_gguf:
         checkpoint = GGUFCheckpoint(source.gguf, source.spec)
-        return checkpoint, checkpoint
+        return checkpoint, checkpoint, None
     form = read_quantization(source.config)
     files = SafetensorsFolder(source.path)
-    return GateAndUp(StoredWeights(plain_view(files, source.spec), form)), files
+    plain = WithoutScales(plain_view(files, source.spec))
+    return GateAndUp(StoredWeights(plain, form)), files, plain.scales(source.spec)
 
 
 def _weights_only(side: PhasePlan) -> PhasePlan:

@@ -56,11 +56,28 @@ def _block_fp8(part: Fields) -> Form:
     return PlainForm(fmt, Scaling.BLOCK, "weight_scale_inv", "F8_E4M3")
 
 
-def _compressed(part: Fields) -> Form:
-    part.refuse_unless("kv_cache_scheme", (), "scales of the cache are not read")
+def _check_cache(scheme: Fields) -> None:
+    """Static scales of an fp8 cache are read (`models.cache_scales`); other schemes are refused."""
+    if not scheme.keys():
+        return
+    what = (scheme.text("type", "int"), scheme.integer("num_bits", 8))
+    if what != ("float", 8):
+        raise UnsupportedError(
+            f"config.json: quantization_config: kv_cache_scheme of {what[0]}{what[1]} is not "
+            "supported; the scales of an fp8 cache are"
+        )
+    scheme.refuse_unless("symmetric", (True,), "the cache has no zero points")
+    scheme.refuse_unless("dynamic", (False,), "scales are static")
+    scheme.refuse_unless("strategy", ("tensor", "attn_head"), "one scale by layer or head")
+
+
+def _compressed(part: Fields) -> Form | None:
+    _check_cache(part.part("kv_cache_scheme"))
     sparsity = part.part("sparsity_config")
     sparsity.refuse_unless("format", ("dense",), "sparse weights are not read")
     groups = part.part("config_groups")
+    if not groups.keys() and "kv_cache_scheme" in part:
+        return None
     if len(groups.keys()) != 1:
         raise UnsupportedError(
             "config.json: quantization_config: config_groups must hold one group of weights, not "

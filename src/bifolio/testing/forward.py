@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bifolio.formats import CACHE_FP32, CacheFormat
+from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.ops import Batch, LayerCache
 from bifolio.models.loader import Model
 from bifolio.spec import PageSpec
@@ -26,11 +27,17 @@ class PagedRun:
         cache: CacheFormat = CACHE_FP32,
         page_size: int = 16,
         pages: int = 64,
+        scales: CacheScales | None = None,
     ) -> None:
         self._model = model
         self._spec = PageSpec.of(model.spec, cache, page_size)
         pool = torch.full((pages, self._spec.page_bytes), 0xFF, dtype=torch.uint8)
-        self._caches = [LayerCache(self._spec, i, pool) for i in range(self._spec.layers)]
+        self.caches: list[LayerCache] = [
+            LayerCache(self._spec, i, pool)
+            if scales is None
+            else LayerCache(self._spec, i, pool, scales.k_lh[i], scales.v_lh[i])
+            for i in range(self._spec.layers)
+        ]
         self._free = list(range(pages))
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -38,12 +45,16 @@ class PagedRun:
     def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
         """Compute the next tokens of some sequences: float32 [tokens, vocab] for each."""
         batch = self._batch(chunks)
-        logits = self._model.forward(batch, self._caches)
+        logits = self._model.forward(batch, self.caches)
         borders = batch.query_start_r1.tolist()
         return {
             name: logits[start:end]
             for name, (start, end) in zip(chunks, pairwise(borders), strict=True)
         }
+
+    def pages(self, name: str) -> tuple[Tensor, int]:
+        """Pages of a sequence, int64 [p], and how many tokens they hold."""
+        return torch.tensor(self._tables[name]), self._lengths[name]
 
     def share(self, source: str, target: str, pages: int) -> None:
         """Begin the sequence `target` with the first `pages` full pages of another."""
