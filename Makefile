@@ -3,7 +3,7 @@ BIN := .venv/bin
 MODEL ?= smollm2-135m
 ARGS ?=
 
-.PHONY: help serve chat check test soak sanitize bench wheel clean env-run env-dev
+.PHONY: help serve chat check test soak sanitize bench bench-pools wheel clean env-run env-dev
 
 help:  ## say what each command does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ sanitize: env-dev  ## kernel tests under the address and undefined-behaviour san
 
 bench: env-run  ## kernels and engine against their ceilings; the last line is JSON
 	@$(BIN)/python tools/bench.py $(ARGS)
+
+bench-pools: env-run  ## two pools against one engine with each of their plans; the last line is JSON
+	@$(BIN)/python tools/bench_pools.py $(ARGS)
 
 wheel: env-dev  ## build a wheel into dist/
 	$(BIN)/python -m build --wheel

@@ -114,7 +114,8 @@ async def test_a_worker_lost_in_mid_answer_ends_it_where_the_policy_says_so(mode
 
 
 @pytest.mark.soak
-async def test_a_frozen_worker_is_replaced(model):
+async def test_a_frozen_worker_is_replaced(model, monkeypatch):
+    monkeypatch.setattr("bifolio.disagg.fleet.SILENCE_SECONDS", 3.0)
     async with pools(model) as server:
         router = server.engine
         for member in router.fleet.members:

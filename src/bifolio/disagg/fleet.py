@@ -40,7 +40,11 @@ DECODE_FACTORY = "bifolio.disagg.decode_engine:create"
 WATCH_SECONDS = 0.25
 """Between two looks at the heartbeats."""
 
-PAIR_SECONDS = 30.0
+SILENCE_SECONDS = 60.0
+"""Without a heartbeat, until a worker is ended and replaced. Long before (`BEAT_TIMEOUT`) nothing
+is sent to it any more: a machine that is overloaded is not helped by a load of weights."""
+
+PAIR_SECONDS = 60.0
 """From the start of all workers until one prefill worker must be connected to a decode worker."""
 
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.2, 10.0
@@ -282,11 +286,9 @@ class Fleet:
                 await asyncio.wait({closed}, timeout=WATCH_SECONDS)
                 if closed.done():
                     return closed.result()
-                try:
-                    engine.check_health()
-                except EngineDeadError as error:
+                if engine.silence > SILENCE_SECONDS:
                     engine.kill()
-                    return str(error)
+                    return f"it has been silent for {engine.silence:.0f} s"
         finally:
             closed.cancel()
 

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 TRIES = 8
 """Attempts of a request without a new token, after which it ends with an error."""
 
-PAIR_PATIENCE = 30.0
+PAIR_PATIENCE = 120.0
 """Seconds that a request waits for a pair of workers, while lost ones are replaced."""
 
 MAX_SESSIONS = 65_536

@@ -389,9 +389,13 @@ class AsyncEngine:
         """Raise EngineDeadError unless the engine's loop has beaten lately."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        silence = time.monotonic() - self._beat_at
-        if silence > self._beat_timeout:
-            raise EngineDeadError(f"the engine has not answered for {silence:.1f} s")
+        if self.silence > self._beat_timeout:
+            raise EngineDeadError(f"the engine has not answered for {self.silence:.1f} s")
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last heartbeat."""
+        return time.monotonic() - self._beat_at
 
     def check_ready(self) -> None:
         """Raise EngineDeadError unless the engine is healthy and, having work, makes progress."""
