@@ -60,6 +60,7 @@ def test_files_in_aiperfs_schema_hold_the_same_figures(tiny, tmp_path):
     summary = json.loads((folder / "profile_export_aiperf.json").read_text())
     run = found["runs"][1]
     assert summary["schema_version"] == "1.4"
+    assert summary["input_config"]["phases"][0]["concurrency"] == 2
     assert summary["request_count"] == {"unit": "requests", "avg": 6.0}
     assert summary["output_token_throughput"]["avg"] == run["output_tokens_per_second"]
     ttft = summary["time_to_first_token"]

@@ -27,10 +27,10 @@ def observation(records, peaks=Gauges(), before=Counters(), after=Counters()):  
     return Observation(records, 0, max(r.end for r in records), before, after, peaks)
 
 
-def run(load, rate, running, usage=0.5, requests=10):
+def run(load, rate, running, usage=0.5, requests=40, waiting=3):
     """A run of `requests` tokens a second times `rate`."""
     records = [record(i, arrivals=(requests / rate,), counts=(1,)) for i in range(requests)]
-    seen = observation(records, Gauges(running=running, usage=usage))
+    seen = observation(records, Gauges(running, waiting, usage))
     return Run("x", load, 0, 0, seen, figures_of(seen, Goals(), shares=False))
 
 
@@ -81,6 +81,12 @@ def test_the_peak_is_the_fastest_load_and_admission_ends_where_fewer_run_than_ar
     assert sweep.peak.load.concurrency == 16
     assert (sweep.admitted, sweep.full) == (15, True)
     assert sweep_of(points[:2]).admitted is None
+
+
+@pytest.mark.parametrize("unlike", [{"waiting": 0}, {"requests": 14}, {"running": 16}])
+def test_fewer_requests_than_seats_do_not_mean_that_admission_ended(unlike):
+    fields = {"rate": 10, "running": 14, "requests": 40} | unlike
+    assert sweep_of([Point("", "", Load(16), (run(Load(16), **fields),), 1.0)]).admitted is None
 
 
 def test_a_ratio_of_equal_pairs_is_certain_and_of_noise_is_not():

@@ -68,6 +68,11 @@ class Point:
         return max(known, default=None)
 
     @property
+    def refused(self) -> bool:
+        """Whether requests waited though fewer ran than were open: admission had ended."""
+        return any(map(_refused, self.runs))
+
+    @property
     def invalid(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(why for run in self.runs for why in run.figures.invalid))
 
@@ -106,6 +111,14 @@ class Point:
                 for name, value in self.figures().items()
             },
         }
+
+
+def _refused(run: Run) -> bool:
+    figures, seats = run.figures, run.load.concurrency
+    if seats is None or figures.most_running is None:
+        return False
+    opened = min(seats, len({record.ask.session for record in run.seen.records}))
+    return figures.most_running < opened and bool(figures.most_waiting)
 
 
 def _percentile(name: str, percent: int) -> Callable[[Figures], float | None]:
@@ -152,7 +165,7 @@ def sweep_of(points: Sequence[Point]) -> Sweep:
     closed = [point for point in points if point.load.concurrency is not None]
     valid = [point for point in closed if not point.invalid]
     peak = max(valid, key=lambda point: point.output_rate.middle, default=None)
-    stopped = [p for p in closed if p.running is not None and p.running < (p.load.concurrency or 0)]
+    stopped = [point for point in closed if point.refused]
     if not stopped:
         return Sweep(peak, None)
     usage = [run.figures.most_usage or 0.0 for point in stopped for run in point.runs]

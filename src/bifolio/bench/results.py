@@ -25,6 +25,9 @@ from bifolio.bench.target import Description
 
 KIND, SCHEMA = "bifolio-bench", 1
 
+BUSY = 1.0
+"""Load average above which a reader should know that the machine had other work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -103,7 +106,12 @@ class Results:
         for point in self.points:
             for why in point.warnings:
                 found.setdefault(why, []).append(_where(point))
-        return [f"{', '.join(where)}: {why}" for why, where in found.items()]
+        busy = self.environment.load_average or 0.0
+        others = [f"the load average was {busy:.1f} before the start: others were busy"]
+        return [
+            *(others if busy > BUSY else ()),
+            *(f"{', '.join(where)}: {why}" if any(where) else why for why, where in found.items()),
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """For programs. Times in seconds, rates per second, sizes in bytes."""

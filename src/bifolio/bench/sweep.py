@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bifolio.bench.points import Point
 from bifolio.bench.session import Load, Plan, Run, Tell, measure
 from bifolio.bench.target import Target
 
@@ -30,10 +31,8 @@ def explore(target: Target, plan: Plan, repeats: int, tell: Tell) -> Iterator[Ru
         loads.append(load)
         if run.figures.invalid:
             break
-        running = run.figures.most_running
         gained = run.figures.output_rate > best * GAIN
-        refused = running is not None and running < concurrency
-        idle = 0 if gained and not refused else idle + 1
+        idle = 0 if gained and not Point("", "", load, (run,), 0.0).refused else idle + 1
         best = max(best, run.figures.output_rate)
         concurrency *= 2
     for repeat in range(1, repeats):
