@@ -21,6 +21,8 @@ class Mock:
     """Tokens beyond those asked for."""
     fail_every: int = 0
     hang_up_every: int = 0
+    politely: bool = False
+    """End the body as HTTP wants it, though the answer is not at its end."""
     first_delay: float = 0.0
     chunk_delay: float = 0.0
     hit_share: float | None = None
@@ -113,7 +115,8 @@ class Mock:
             self._event(writer, json.dumps(event))
             await writer.drain()
             if hang_up:
-                return False
+                writer.write(b"0\r\n\r\n" if self.politely else b"")
+                return self.politely
             await asyncio.sleep(self.chunk_delay)
         if self.usage:
             usage = self._usage(prompt, sent + self.lie)

@@ -115,8 +115,9 @@ def test_failures_within_the_limit_leave_the_run_valid():
     assert not figures.invalid
 
 
-def test_an_answer_cut_off_is_no_answer():
-    figures = run(Mock(hang_up_every=4), requests=16).figures
+@pytest.mark.parametrize("politely", [False, True])
+def test_an_answer_cut_off_is_no_answer(politely):
+    figures = run(Mock(hang_up_every=4, politely=politely), requests=16).figures
     assert figures.failed == {"broken": 4}
     assert figures.real_output == 12 * TOKENS
     assert figures.invalid
