@@ -41,6 +41,19 @@ void convert_plain(const Side& from, const Side& to, int64_t source, int64_t tar
   }
 }
 
+// Scales of the tokens of a chunk, from fp16: number i belongs to token i / 2 of 16 in one of keys,
+// to token i % 2 of 2 in one of values.
+ChunkScales key_scales(const uint16_t* scales) {
+  float token[kTokens];
+  for (int t = 0; t < kTokens; ++t) token[t] = float_from_half(scales[t]);
+  return ChunkScales::each([&](int i) { return token[i / 2]; });
+}
+
+ChunkScales value_scales(const uint16_t* scales) {
+  const float token[] = {float_from_half(scales[0]), float_from_half(scales[1])};
+  return ChunkScales::each([&](int i) { return token[i % 2]; });
+}
+
 // Tokens first … first + kTokens - 1 of the keys of a head.
 void convert_keys(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
                   int64_t first) {
@@ -51,23 +64,21 @@ void convert_keys(const Side& from, const Side& to, int64_t source, int64_t targ
   const Chunks chunks{at(from.pages, source), at(to.pages, target),
                       row * from.pages.number_bytes(), row * to.pages.number_bytes(),
                       from.pages.head_dim / 2};
-  ChunkScales source_scales = static_scales(from.k_scales, head);
-  ChunkScales target_scales = static_scales(to.k_scales, head);
-  if (from.pages.kind == kCacheFp8Token) {
-    const uint16_t* scales = from.pages.k_scales(source, head) + first;
-    source_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i / 2]); });
+  const ChunkScales source_scales =
+      from.pages.kind == kCacheFp8Token ? key_scales(from.pages.k_scales(source, head) + first)
+                                        : static_scales(from.k_scales, head);
+  if (to.pages.kind != kCacheFp8Token) {
+    convert(chunks, codes_of(from.pages.kind), source_scales, to.pages.kind,
+            static_scales(to.k_scales, head));
+    return;
   }
-  if (to.pages.kind == kCacheFp8Token) {
-    float most[kChunk];
-    greatest(chunks, codes_of(from.pages.kind), source_scales, most);
-    uint16_t* scales = to.pages.k_scales(target, head) + first;
-    for (int t = 0; t < kTokens; ++t) {
-      const float absmax = most[2 * t] > most[2 * t + 1] ? most[2 * t] : most[2 * t + 1];
-      scales[t] = token_scale_from_absmax(absmax);
-    }
-    target_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i / 2]); });
+  float most[kChunk];
+  greatest(chunks, codes_of(from.pages.kind), source_scales, most);
+  uint16_t* scales = to.pages.k_scales(target, head) + first;
+  for (int t = 0; t < kTokens; ++t) {
+    scales[t] = token_scale_from_absmax(most[2 * t] > most[2 * t + 1] ? most[2 * t] : most[2 * t + 1]);
   }
-  convert(chunks, codes_of(from.pages.kind), source_scales, codes_of(to.pages.kind), target_scales);
+  convert(chunks, codes_of(from.pages.kind), source_scales, kCacheFp8, key_scales(scales));
 }
 
 // Tokens first and first + 1 of the values of a head.
@@ -79,22 +90,22 @@ void convert_values(const Side& from, const Side& to, int64_t source, int64_t ta
   const Chunks chunks{at(from.pages, source), at(to.pages, target),
                       kChunk * from.pages.number_bytes(), kChunk * to.pages.number_bytes(),
                       2 * from.pages.head_dim / kChunk};
-  ChunkScales source_scales = static_scales(from.v_scales, head);
-  ChunkScales target_scales = static_scales(to.v_scales, head);
-  if (from.pages.kind == kCacheFp8Token) {
-    const uint16_t* scales = from.pages.v_scales(source, head) + first;
-    source_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i % 2]); });
+  const ChunkScales source_scales =
+      from.pages.kind == kCacheFp8Token ? value_scales(from.pages.v_scales(source, head) + first)
+                                        : static_scales(from.v_scales, head);
+  if (to.pages.kind != kCacheFp8Token) {
+    convert(chunks, codes_of(from.pages.kind), source_scales, to.pages.kind,
+            static_scales(to.v_scales, head));
+    return;
   }
-  if (to.pages.kind == kCacheFp8Token) {
-    float most[kChunk];
-    greatest(chunks, codes_of(from.pages.kind), source_scales, most);
-    float absmax[2] = {};
-    for (int i = 0; i < kChunk; ++i) absmax[i % 2] = most[i] > absmax[i % 2] ? most[i] : absmax[i % 2];
-    uint16_t* scales = to.pages.v_scales(target, head) + first;
-    for (int t = 0; t < 2; ++t) scales[t] = token_scale_from_absmax(absmax[t]);
-    target_scales = ChunkScales::each([&](int i) { return float_from_half(scales[i % 2]); });
+  float most[kChunk];
+  greatest(chunks, codes_of(from.pages.kind), source_scales, most);
+  for (int half = kChunk / 2; half > 1; half /= 2) {  // folded, even and odd places apart
+    for (int i = 0; i < half; ++i) most[i] = most[i] > most[i + half] ? most[i] : most[i + half];
   }
-  convert(chunks, codes_of(from.pages.kind), source_scales, codes_of(to.pages.kind), target_scales);
+  uint16_t* scales = to.pages.v_scales(target, head) + first;
+  for (int t = 0; t < 2; ++t) scales[t] = token_scale_from_absmax(most[t]);
+  convert(chunks, codes_of(from.pages.kind), source_scales, kCacheFp8, value_scales(scales));
 }
 
 void convert_layer(const ConvertPagesArgs& a, int64_t i, int64_t layer) {
