@@ -222,3 +222,14 @@ def test_the_plan_of_a_loaded_result_is_what_was_asked_for(tmp_path: Path) -> No
     )
     formats = {str(layer.mlp.down.format) for layer in models.decode.decoder.layers}
     assert formats == {"int4:g32"}
+
+
+def test_a_result_names_the_checkpoint_it_was_made_from_and_so_does_one_made_of_it(
+    tmp_path: Path,
+) -> None:
+    source = write_source(tmp_path / "source")
+    made = SourceModel(resolve_source(str(source))).identity
+    assert resolve_source(str(source)).origin == ""
+    compress(source, tmp_path / "small", "int8")
+    assert resolve_source(str(tmp_path / "small")).origin == made
+    assert SourceModel(resolve_source(str(tmp_path / "small"))).identity != made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,13 +13,26 @@ from pair import Pair, make_pair
 from pools import MODEL, DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
 from bifolio.disagg.handshake import agree, handed_writer, page_shape, page_spec
+from bifolio.disagg.identity import model_print
 from bifolio.disagg.messages import Hello, Role
 from bifolio.errors import PairError
 from bifolio.formats import CacheFormat
+from bifolio.models.source import ORIGIN, ModelSource
 from bifolio.spec import PageSpec
 from bifolio.spec.page import LatentShape
 
 NONCE = bytes(16)
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
 LATENT = PageSpec(3, 1, 96, CacheFormat.parse("bf16"), 16, latent=LatentShape(64, 32, 16, (0, 2)))
 
 
@@ -100,15 +115,27 @@ def test_a_page_spec_comes_through_as_it_is() -> None:
 
 def test_the_writer_of_arrived_pages_tells_apart_all_that_changes_their_bytes() -> None:
     plain, token, larger = spec(), spec(cache=CacheFormat.parse("fp8:token")), spec(page_size=32)
-    assert handed_writer(5, plain, plain, b"") == 5, "what is not changed keeps its writer"
+    for scales in (b"", b"1234"):
+        assert handed_writer(5, plain, plain, scales, scales) == 5, "unchanged pages keep it"
     found = {
-        handed_writer(writer, source, target, scales)
+        handed_writer(writer, source, target, b"", scales)
         for writer in (5, 6)
         for source, target in ((plain, token), (plain, larger), (larger, token))
         for scales in (b"", b"1234")
     }
     assert len(found) == 12
     assert 0 not in found
+
+
+def test_a_compressed_checkpoint_is_a_pair_with_what_it_was_made_from(tmp_path: Path) -> None:
+    folders = {"original": {}, "compressed": {ORIGIN: "w1"}, "stranger": {ORIGIN: "w3"}}
+    prints = {}
+    for (name, more), loaded in zip(folders.items(), ("w1", "w2", "w1"), strict=True):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | more))
+        prints[name] = model_print(ModelSource(name, tmp_path / name), loaded)
+    assert prints["original"] == prints["compressed"]
+    assert prints["original"].weights != prints["stranger"].weights
 
 
 # ── over a link ──────────────────────────────────────────────────────────────────────────────────

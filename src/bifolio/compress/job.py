@@ -36,6 +36,7 @@ from bifolio.compress.rtn import round_to_nearest
 from bifolio.compress.source import SourceModel
 from bifolio.errors import ConfigError
 from bifolio.models.shards import INDEX
+from bifolio.models.source import ORIGIN
 
 REPORT = "compress-report.json"
 _STATE = ".compress"
@@ -213,6 +214,7 @@ class Job:
         described = compressed_config(
             self._source.config, self._recipe.weights, self._pieces, self._source.prefix
         )
+        described.setdefault(ORIGIN, self._source.identity)  # so that both make a pair of workers
         write_json(self._target / "config.json", described)
         write_report(self._target, report)
         write_index(self._target, self._shards)

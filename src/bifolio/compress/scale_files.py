@@ -22,6 +22,7 @@ from bifolio.compress.source import SourceModel
 from bifolio.errors import CheckpointError
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.models.shards import INDEX
+from bifolio.models.source import ORIGIN
 
 SCALES_FILE = "model-kv-scales.safetensors"
 
@@ -32,6 +33,7 @@ def write_scales(source: SourceModel, scales: CacheScales) -> None:
     CheckpointError if there are scales in files that are not ours.
     """
     folder = source.path
+    origin = source.identity
     index = _index(source)
     weight_map: dict[str, str] = index["weight_map"]
     for name in source.scale_names:
@@ -43,15 +45,16 @@ def write_scales(source: SourceModel, scales: CacheScales) -> None:
     both_lh = torch.cat((scales.k_lh, scales.v_lh))
     by_head = bool((both_lh != both_lh[:, :1]).any())
     tensors = _tensors(source.prefix, scales, by_head)
-    described = [Stored(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with TensorFile(folder / SCALES_FILE, described) as file:
+    stored = [Stored(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with TensorFile(folder / SCALES_FILE, stored) as file:
         for name, tensor in tensors.items():
             file.put(name, tensor)
         file.commit()
     weight_map |= dict.fromkeys(tensors, SCALES_FILE)
     index["metadata"] = {"total_size": _size(folder, weight_map)}
     write_json(folder / INDEX, index)
-    write_json(folder / "config.json", _described(source.config, by_head))
+    described = {ORIGIN: origin} | _described(source.config, by_head)
+    write_json(folder / "config.json", described)
 
 
 def _tensors(prefix: str, scales: CacheScales, by_head: bool) -> dict[str, Tensor]:

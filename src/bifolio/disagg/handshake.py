@@ -104,15 +104,17 @@ def codec_name(source: PageSpec, target: PageSpec) -> str:
     return f"{source.cache}>{target.cache} {source.page_size}>{target.page_size}"
 
 
-def handed_writer(writer: int, source: PageSpec, target: PageSpec, scales: bytes) -> int:
+def handed_writer(
+    writer: int, source: PageSpec, target: PageSpec, source_scales: bytes, target_scales: bytes
+) -> int:
     """64-bit fingerprint of pages that `writer` wrote in `source` and a codec made into `target`.
 
     Pages that are handed over without a change keep their writer, so that both sides know them by
-    the same key. `scales` are the decode side's static scales. Never 0.
+    the same key. The scales of the source are part of `writer` already. Never 0.
     """
-    if source.fingerprint == target.fingerprint and not scales:
+    if source.fingerprint == target.fingerprint and source_scales == target_scales:
         return writer
-    text = f"{writer}|{source.fingerprint}|{target.fingerprint}|{scales.hex()}"
+    text = f"{writer}|{source.fingerprint}|{target.fingerprint}|{target_scales.hex()}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
 
 
@@ -146,7 +148,7 @@ def agree(mine: Hello, theirs: Hello) -> Agreement:
     return Agreement(
         source=source,
         target=target,
-        writer=handed_writer(prefill.writer, source, target, decode.scales),
+        writer=handed_writer(prefill.writer, source, target, prefill.scales, decode.scales),
         scales=(prefill.scales, decode.scales),
         slots=decode.slots,
         max_tokens=min(prefill.max_tokens, decode.max_tokens),

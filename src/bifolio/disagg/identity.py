@@ -43,12 +43,16 @@ def hello_of(engine: Engine, role: Role) -> Hello:
 
 
 def model_print(source: ModelSource, weights: str) -> ModelPrint:
-    """Digests of a model's shape and tokenizer beside that of its weights (`models.identity`)."""
+    """Digests of a model's shape and tokenizer beside that of its source's weights.
+
+    `weights` names those that were loaded (`models.identity`); a compressed checkpoint says itself
+    what it was made from.
+    """
     shape = replace(source.spec, stop_ids=())
     return ModelPrint(
         config=hashlib.sha256(repr(shape).encode()).hexdigest(),
         tokenizer=_tokenizer_digest(source),
-        weights=weights,
+        weights=source.origin or weights,
     )
 
 

@@ -20,6 +20,9 @@ from bifolio.models.progress import Report, hub_bar, silent
 from bifolio.spec import ModelSpec
 from bifolio.spec.config_json import read_config
 
+ORIGIN = "bifolio_origin"
+"""Key of config.json with the identity of the checkpoint that this one was made from."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?(@[\w./-]+)?")
 _HUB_FILES = [
     "*.json",
@@ -50,6 +53,12 @@ class ModelSource:
     @cached_property
     def config(self) -> dict[str, Any]:
         return _read_object(self.path / "config.json", required=True)
+
+    @property
+    def origin(self) -> str:
+        """Identity of the checkpoint that this one was compressed or calibrated from, or empty."""
+        found = "" if self.is_gguf else self.config.get(ORIGIN, "")
+        return found if isinstance(found, str) else ""
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
