@@ -1,0 +1,197 @@
+"""What a hand-off costs either side: processor time per prompt, bytes on the wire.
+
+    python tools/bench_handoff.py [--tokens N] [--model …] [--threads N]
+
+Both sides run in one thread by turns, over memory, shared memory and TCP on this host; a prompt
+that is computed already goes over in one piece. Times are those of the thread that polls (and of
+the conversion's threads, if there are more: wall time then), the best of several: the sender checks
+seals, converts and hashes, the receiver copies and hashes. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+
+from bifolio.core import CacheManager, PagePool
+from bifolio.core.cache import PageTable
+from bifolio.disagg.decode import DecodeSide
+from bifolio.disagg.handshake import handed_writer, page_shape
+from bifolio.disagg.link import Link
+from bifolio.disagg.messages import PROTOCOL_VERSION, Hello, ModelPrint, Role
+from bifolio.disagg.pool_sink import PoolReservation, PoolSink
+from bifolio.disagg.pool_source import PoolSource
+from bifolio.disagg.prefill import Delivered, PrefillSide
+from bifolio.disagg.shared_memory import SharedMemory
+from bifolio.disagg.tcp import Network
+from bifolio.disagg.transport import Transport, loopback
+from bifolio.formats import CacheFormat
+from bifolio.kernels.native import NativeOps
+from bifolio.request import PrefillResult, Request, SamplingParams
+from bifolio.runtime.pool import KVPool
+from bifolio.spec import PageSpec
+from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
+
+MODELS = {"smollm2-135m": (30, 3, 64), "qwen2.5-0.5b": (24, 2, 64), "llama-3-8b": (32, 8, 128)}
+PAIRS = (("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "fp8:token"), ("fp8", "fp8"))
+WRITER, SLOTS, ROUNDS = 7, 256, 5
+
+
+@dataclass(frozen=True)
+class Result:
+    transport: str
+    codec: str
+    wire_bytes_per_token: float
+    prefill_ms: float
+    decode_ms: float
+
+
+class Bench:
+    """Two pools of one shape; the pages of the prompt stand in the first."""
+
+    def __init__(self, ops: NativeOps, specs: tuple[PageSpec, PageSpec], tokens: int) -> None:
+        self.source, self.target = specs
+        self.ops, self.tokens = ops, tokens
+        self.pages = KVPool(self.source, self.source.pages_for(tokens))
+        self.cache = CacheManager(PagePool(self.pages.pages), self.source.page_size, WRITER, WRITER)
+        self.table = self.cache.open(array("I", range(tokens)), tokens, "", 0)
+        self.cache.reserve(self.table, tokens)
+        self.pages.tensor.random_(0x30, 0x40)
+        self.pages.stamp(self.cache.pool.take_stamps())
+        numbers = self.table.page_ids
+        self.pages.headers[numbers, HEADER_FILL] = self.source.page_size
+        self.pages.headers[numbers, HEADER_SEAL] = ops.seals(self.pages.tensor, numbers, 64)
+        self.arrived: list[PageTable] = []
+
+    def hello(self, role: Role, spec: PageSpec) -> Hello:
+        return Hello(
+            version=PROTOCOL_VERSION,
+            role=role,
+            nonce=b"",
+            boot_epoch=1,
+            region="here",
+            model=ModelPrint("c", "t", "w"),
+            page=page_shape(spec),
+            writer=WRITER if role is Role.PREFILL else 0,
+            slots=SLOTS if role is Role.DECODE else 0,
+            max_tokens=2 * self.tokens,
+        )
+
+    def run(self, name: str, ends: tuple[Transport, Transport]) -> Result:
+        """Hand the prompt over several times; nothing stays cached on the decode side."""
+        pool = KVPool(self.target, self.target.pages_for(self.tokens))
+        writer = handed_writer(WRITER, self.source, self.target, b"", b"")
+        cache = CacheManager(
+            PagePool(pool.pages), self.target.page_size, writer, WRITER, prefix_cache=False
+        )
+        sink = PoolSink(
+            cache,
+            pool,
+            self.ops,
+            bind=lambda _writer: None,
+            check=lambda _request: None,
+            room=lambda _request, _pages: True,
+            admit=lambda _request, table, _result: self.arrived.append(table),
+            withdraw=lambda _request_id: None,
+        )
+        record = self.target.page_bytes
+        prefill = PrefillSide(
+            Link(ends[0], self.hello(Role.PREFILL, self.source), record),
+            PoolSource(self.pages, self.ops),
+        )
+        decode = DecodeSide[PoolReservation](
+            Link(ends[1], self.hello(Role.DECODE, self.target), record), sink
+        )
+        while not (prefill.ready and decode.ready):
+            prefill.poll()
+            decode.poll()
+        rounds = [self._once(prefill, decode, cache, str(i)) for i in range(ROUNDS)]
+        prefill.link.close("done")
+        codec = f"{self.source.cache} > {self.target.cache}"
+        nbytes = record * self.target.pages_for(self.tokens) / self.tokens
+        return Result(name, codec, nbytes, min(r[0] for r in rounds), min(r[1] for r in rounds))
+
+    def _once(
+        self,
+        prefill: PrefillSide,
+        decode: DecodeSide[PoolReservation],
+        cache: CacheManager,
+        name: str,
+    ) -> tuple[float, float]:
+        """Milliseconds of either side."""
+        clock = time.thread_time if self.ops.threads == 1 else time.perf_counter
+        sampling = SamplingParams(max_tokens=8)
+        request = Request(id=name, prompt_ids=list(range(self.tokens)), sampling=sampling)
+        prefill.offer(request, self.table)
+        prefill.finish(name, PrefillResult(token=1))
+        spent = [0.0, 0.0]
+        delivered = False
+        while not delivered:
+            before = clock()
+            events = prefill.poll()
+            between = clock()
+            decode.poll()
+            spent[0] += between - before
+            spent[1] += clock() - between
+            delivered = any(isinstance(event, Delivered) for event in events)
+        cache.release(self.arrived.pop())
+        return spent[0] * 1e3, spent[1] * 1e3
+
+
+@contextmanager
+def connected(name: str) -> Iterator[tuple[Transport, Transport]]:
+    """Prefill end and decode end of a new connection."""
+    if name == "loopback":
+        yield loopback()
+    elif name == "shared memory":
+        one, other = socket.socketpair()
+        yield SharedMemory(one), SharedMemory(other)
+    else:
+        server, client = Network(b"bench"), Network(b"bench")
+        near = client.connect("127.0.0.1", server.listen("127.0.0.1", 0))
+        while (far := server.accept()) is None:
+            time.sleep(0.001)
+        yield near, far
+        client.close()
+        server.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m", choices=list(MODELS))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    ops = NativeOps(args.threads)
+    layers, kv_heads, head_dim = MODELS[args.model]
+    results = []
+    for pair in PAIRS:
+        specs = [
+            PageSpec(layers, kv_heads, head_dim, CacheFormat.parse(f), args.page) for f in pair
+        ]
+        bench = Bench(ops, (specs[0], specs[1]), args.tokens)
+        for name in ("loopback", "shared memory", "tcp"):
+            with connected(name) as ends:
+                result = bench.run(name, ends)
+            print(
+                f"{name:14} {result.codec:18} {result.wire_bytes_per_token:9,.0f} B/token   "
+                f"prefill {result.prefill_ms:7.1f} ms   decode {result.decode_ms:7.1f} ms",
+                flush=True,
+            )
+            results.append(asdict(result))
+    print(json.dumps({"model": args.model, "tokens": args.tokens, "results": results}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
