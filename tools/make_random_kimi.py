@@ -1,8 +1,9 @@
-"""Write a random Kimi K2.6 of true width: `make_random_kimi.py FOLDER [--experts N] [--layers N]`.
+"""Write a random Kimi K2.6 of true width: `make_random_kimi.py FOLDER`.
 
 Its first layer is dense, the others have experts in int4 with groups of 32, and embeddings and head
 are the true ones, in bf16: 15.6 GB with two layers. Names, types and shapes are those of the
-published checkpoint (compressed-tensors, under `language_model.`); the numbers are random, of the
+published checkpoint (compressed-tensors, under `language_model.`); --experts, --layers and --vocab
+make it smaller or deeper. The numbers are random, of the
 size that keeps activations near one, so the text that it writes means nothing. Written tensor by
 tensor, in 3 GB of memory.
 """
@@ -49,9 +50,10 @@ class Part:
         return prod(self.stored.shape) * ITEM_BYTES[self.stored.dtype]
 
 
-def config_of(experts: int, layers: int) -> dict[str, Any]:
+def config_of(experts: int, layers: int, vocab: int) -> dict[str, Any]:
     preset = dict(PRESETS["kimi-k2.6"].config)
     inner = preset | {"num_hidden_layers": layers, "n_routed_experts": experts}
+    inner |= {"vocab_size": vocab}
     return {"model_type": "kimi_k25", "text_config": inner, "eos_token_id": 2, "bos_token_id": 0}
 
 
@@ -108,8 +110,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=163840)
     args = parser.parse_args()
-    config = config_of(args.experts, args.layers)
+    config = config_of(args.experts, args.layers, args.vocab)
     parts = list(parts_of(config))
     total = sum(part.nbytes for part in parts)
     args.folder.mkdir(parents=True, exist_ok=True)

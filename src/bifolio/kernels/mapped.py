@@ -89,6 +89,10 @@ class Shelf:
         self._held: OrderedDict[int, MappedRecord] = OrderedDict()
         self._bytes = 0
 
+    @property
+    def limited(self) -> bool:
+        return self._limit > 0
+
     def ahead(self, nbytes: int) -> int:
         """How many records of this size may be asked for before they are used."""
         return max(1, min(_AHEAD, self._limit // (2 * nbytes))) if self._limit else _AHEAD

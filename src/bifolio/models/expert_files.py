@@ -148,6 +148,8 @@ class ExpertFiles:
                     "BIFOLIO_HOME to a folder on another disk"
                 ) from error
         file = MappedFile(path)
+        if self._shelf.limited:
+            file.let_go(0, file.nbytes)  # what packing left in memory
         return [self._map(file, entry) for entry in entries]
 
     def _map(self, file: MappedFile, entry: _Entry) -> list[NativeWeight]:
