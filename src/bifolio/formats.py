@@ -217,19 +217,24 @@ CACHE_FP32 = CacheFormat(Number.FP32)
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """Formats of one phase. `weights` None is `auto` (as stored); `head` None follows weights."""
+    """Formats of one phase. `weights` None is `auto` (as stored).
+
+    `weights` speaks for every linear layer; `experts` for routed experts and `head` for embedding
+    and head, and where they are None these follow `weights`.
+    """
 
     weights: WeightFormat | None = None
     cache: CacheFormat = CACHE_BF16
     head: WeightFormat | None = None
+    experts: WeightFormat | None = None
 
     def __str__(self) -> str:
-        text = f"{self.weights or 'auto'}/{self.cache}"
-        return (
-            f"weights={self.weights or 'auto'},cache={self.cache},head={self.head}"
-            if self.head
-            else text
-        )
+        weights = str(self.weights or "auto")
+        others = {"head": self.head, "experts": self.experts}
+        told = [f"{key}={fmt}" for key, fmt in others.items() if fmt is not None]
+        if not told:
+            return f"{weights}/{self.cache}"
+        return ",".join([f"weights={weights}", f"cache={self.cache}", *told])
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +251,8 @@ class PrecisionPlan:
     ) -> PrecisionPlan:
         """Build a plan from texts: `plan` speaks for both phases, the others for one.
 
-        Each text is `weights/cache` or `weights=…,cache=…,head=…,page=…` in any order, any part
-        left out. A phase's own text wins over `plan`. ConfigError names the text and the cure.
+        Each text is `weights/cache`, or `weights=…,experts=…,cache=…,head=…,page=…` in any order,
+        any part left out. A phase's own text wins over `plan`. ConfigError names text and cure.
         """
         shared = _parse_phase(plan) if plan else {}
         sides = [shared | (_parse_phase(text) if text else {}) for text in (prefill, decode)]
@@ -271,7 +276,7 @@ class PrecisionPlan:
         return self.prefill if phase is Phase.PREFILL else self.decode
 
 
-_PLAN_KEYS = ("weights", "cache", "head", "page")
+_PLAN_KEYS = ("weights", "experts", "cache", "head", "page")
 
 
 def _parse_phase(text: str) -> dict[str, str]:
@@ -285,7 +290,8 @@ def _parse_phase(text: str) -> dict[str, str]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value or key not in _PLAN_KEYS:
             raise ConfigError(
-                f"cannot read {part!r} in the plan {text!r}; write weights=…,cache=…,head=…,page=…"
+                f"cannot read {part!r} in the plan {text!r}; "
+                "write weights=…,experts=…,cache=…,head=…,page=…"
             )
         if key in found:
             raise ConfigError(f"{key}= stands twice in the plan {text!r}")
@@ -301,4 +307,5 @@ def _phase(side: dict[str, str]) -> PhasePlan:
         weights=None if weights == "auto" else WeightFormat.parse(weights),
         cache=CacheFormat.parse(side["cache"]) if "cache" in side else CACHE_BF16,
         head=WeightFormat.parse(side["head"]) if "head" in side else None,
+        experts=WeightFormat.parse(side["experts"]) if "experts" in side else None,
     )

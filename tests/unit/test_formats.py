@@ -152,7 +152,7 @@ def test_what_a_plan_leaves_out_is_as_stored_in_bf16_pages_of_16() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"plan": "weights=bf16,kv=fp8"}, r"cannot read 'kv=fp8'.*weights=…,cache=…"),
+        ({"plan": "weights=bf16,kv=fp8"}, r"cannot read 'kv=fp8'.*weights=…,experts=…,cache=…"),
         ({"plan": "fp8,page=32"}, r"cannot read 'fp8'"),
         ({"plan": "weights=,cache=fp8"}, r"cannot read 'weights='"),
         ({"plan": "cache=fp8,cache=bf16"}, r"cache= stands twice"),

@@ -83,7 +83,7 @@ Formats = Annotated[
     str | None,
     _option(
         _FORMATS,
-        "Formats of both phases: weights/cache, or weights=…,cache=…,head=…,page=…",
+        "Formats of both phases: weights/cache, or weights=…,experts=…,cache=…,head=…,page=…",
         "--plan",
         metavar="PLAN",
     ),

@@ -37,7 +37,8 @@ def build_decoder(
     """The decoder of one phase, its weights in the formats of `side`."""
     embedding = reader.matrix(tensors.embedding, side.head)
     layers = tuple(
-        build_layer(spec, tensors, index, reader, side.weights) for index in range(spec.layers)
+        build_layer(spec, tensors, index, reader, side.weights, side.experts)
+        for index in range(spec.layers)
     )
     norm = reader.norm(tensors.norm, spec.rms_eps)
     head = embedding if tensors.tied else reader.matrix(tensors.head, side.head)
@@ -50,12 +51,16 @@ def build_layer(
     index: int,
     reader: WeightReader,
     wish: WeightFormat | None,
+    experts: WeightFormat | None = None,
 ) -> DecoderLayer:
-    """Layer `index` by itself; `wish` None leaves it to the reader's policy."""
+    """Layer `index` by itself; `wish` None leaves it to the reader's policy.
+
+    `experts` is the wish for routed experts, None if it is the same.
+    """
     layer = tensors.layers[index]
     return DecoderLayer(
         _attention(spec, layer.attention, reader, wish, spec.windows[index]),
-        _mlp(spec, layer.mlp, reader, wish),
+        _mlp(spec, layer.mlp, reader, wish, experts or wish),
     )
 
 
@@ -127,9 +132,10 @@ def _mlp(
     tensors: MLPTensors | MoETensors,
     reader: WeightReader,
     wish: WeightFormat | None,
+    experts: WeightFormat | None,
 ) -> GatedMLP | MoE:
     if isinstance(tensors, MoETensors):
-        return _moe(spec, tensors, reader, wish)
+        return _moe(spec, tensors, reader, wish, experts)
     return _gated(spec, tensors, reader, wish)
 
 
@@ -144,11 +150,15 @@ def _gated(
 
 
 def _moe(
-    spec: ModelSpec, tensors: MoETensors, reader: WeightReader, wish: WeightFormat | None
+    spec: ModelSpec,
+    tensors: MoETensors,
+    reader: WeightReader,
+    wish: WeightFormat | None,
+    experts: WeightFormat | None,
 ) -> MoE:
     assert spec.moe is not None
     correction = tensors.correction
-    gate_up, down = reader.experts(tensors, wish)
+    gate_up, down = reader.experts(tensors, experts)
     return MoE(
         norm=reader.norm(tensors.norm, spec.rms_eps),
         router=Router(

@@ -138,4 +138,8 @@ def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors, CacheScales | No
 
 def _weights_only(side: PhasePlan) -> PhasePlan:
     """What of a phase's plan decides its weights: the cache does not."""
-    return PhasePlan(weights=side.weights, head=side.head or side.weights)
+    return PhasePlan(
+        weights=side.weights,
+        head=side.head or side.weights,
+        experts=side.experts or side.weights,
+    )

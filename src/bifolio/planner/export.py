@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bifolio.errors import ConfigError
 from bifolio.formats import CacheFormat, Number, PhasePlan, PrecisionPlan
@@ -150,14 +150,21 @@ def _lost_scales(name: str, deployment: Deployment, caches: list[CacheFormat]) -
 
 def _lost_weights(name: str, prefill: PhasePlan, decode: PhasePlan, split: bool) -> list[str]:
     lost = []
-    if split and (prefill.weights, prefill.head) != (decode.weights, decode.head):
+    if split and replace(prefill, cache=decode.cache) != decode:
         lost.append(
             f"{name} serves a checkpoint as it is stored: give each server a checkpoint of its "
-            f"own, {prefill.weights or 'as published'} for prefill and "
-            f"{decode.weights or 'as published'} for decode"
+            f"own, {_stored_text(prefill)} for prefill and {_stored_text(decode)} for decode"
         )
-    elif decode.weights is not None:
-        lost.append(f"{name} serves a checkpoint as it is stored: give it one in {decode.weights}")
+    elif decode.weights is not None or decode.experts is not None:
+        lost.append(
+            f"{name} serves a checkpoint as it is stored: give it one in {_stored_text(decode)}"
+        )
     if decode.head or prefill.head:
         lost.append(f"{name} has no format of its own for embedding and head")
     return lost
+
+
+def _stored_text(plan: PhasePlan) -> str:
+    """`fp8`, or `bf16 with experts in int4:g32`."""
+    weights = str(plan.weights or "as published")
+    return weights if plan.experts is None else f"{weights} with experts in {plan.experts}"

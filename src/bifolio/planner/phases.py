@@ -20,6 +20,7 @@ from bifolio.planner.hardware import Device
 from bifolio.planner.roofline import step_time
 from bifolio.planner.speed import TIE
 from bifolio.planner.steps import PREFILL_CHUNK, Decode, Prefill
+from bifolio.planner.storage import as_published
 from bifolio.planner.workload import Workload
 
 CACHES = ("bf16", "fp8", "fp8:token")
@@ -150,7 +151,8 @@ def _plans(deployment: Deployment) -> Iterator[PhasePlan]:
     """Every pair of formats whose groups survive the cut over the devices."""
     for weights in weight_candidates(deployment.device):
         for cache in CACHES:
-            plan = PhasePlan(WeightFormat.parse(weights), CacheFormat.parse(cache))
+            like = PhasePlan(cache=CacheFormat.parse(cache))
+            plan = as_published(deployment.model, WeightFormat.parse(weights), like)
             try:
                 deployment.weight_bytes(plan)
             except ConfigError:

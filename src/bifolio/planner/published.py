@@ -28,6 +28,8 @@ _GIB = 2**30
 _TP = 8
 _KIMI_TOKENS, _KIMI_REQUESTS = 686_000, 32
 _PROMPT, _OUTPUT = 8192, 1000
+_INT4 = "weights=bf16,experts=int4:g32"
+_GLM_FP8, _GLM_INT4 = "auto/fp8:token", f"{_INT4},cache=fp8:token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def _phase(text: str) -> PhasePlan:
 
 def _capacity(kimi: Deployment, glm: Deployment) -> tuple[CapacityRow, ...]:
     bf16, fp8 = (capacity(kimi, _phase(f"auto/{cache}")).tokens for cache in ("bf16", "fp8"))
-    stored, int4 = (glm.checkpoint_bytes(_phase(w)) / _GIB for w in ("auto", "int4:g32"))
+    stored, int4 = (glm.checkpoint_bytes(_phase(w)) / _GIB for w in ("auto", _INT4))
     return (
         CapacityRow("Kimi K2.6, bf16 cache: tokens that fit", 686_000, bf16, "tokens"),
         CapacityRow("Kimi K2.6, fp8 cache: tokens that fit", 1_370_000, fp8, "tokens"),
@@ -119,7 +121,7 @@ def _capacity(kimi: Deployment, glm: Deployment) -> tuple[CapacityRow, ...]:
         CapacityRow(
             "GLM-5.2, int4 weights, fp8:token cache: tokens that fit",
             1_180_000,
-            capacity(glm, _phase("int4:g32/fp8:token")).tokens,
+            capacity(glm, _phase(_GLM_INT4)).tokens,
             "tokens",
         ),
     )
@@ -146,9 +148,6 @@ def _speed(kimi: Deployment, glm: Deployment) -> tuple[SpeedRow, ...]:
         SpeedRow("GLM-5.2, fp8, prefill", 10_160, prefill(_GLM_FP8)),
         SpeedRow("GLM-5.2, int4, prefill", 8_660, prefill(_GLM_INT4)),
     )
-
-
-_GLM_FP8, _GLM_INT4 = "auto/fp8:token", "int4:g32/fp8:token"
 
 
 def _ratios(speed: tuple[SpeedRow, ...]) -> tuple[RatioRow, ...]:

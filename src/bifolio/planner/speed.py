@@ -11,6 +11,7 @@ from bifolio.formats import PhasePlan, WeightFormat
 from bifolio.planner.capacity import Deployment
 from bifolio.planner.roofline import Bound, step_time
 from bifolio.planner.steps import PREFILL_CHUNK, Decode, Prefill, Step
+from bifolio.planner.storage import as_published
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Requests at once that reports show, beside the most that fit."""
@@ -160,7 +161,7 @@ def _possible(
     plans = {}
     for name in formats:
         weights = None if name == "auto" else WeightFormat.parse(name)
-        plan = PhasePlan(weights, like.cache, like.head)
+        plan = as_published(deployment.model, weights, like)
         try:
             deployment.weight_bytes(plan)
         except ConfigError:

@@ -1,18 +1,18 @@
 """Which weights of a model stand in which format: as published, or as a plan asks.
 
-The rules for a plan follow the published checkpoints:
+What a plan means is what the loader makes of it:
 
-    int4    with experts: routed experts only, the rest bf16 (Kimi K2.6); else every linear layer
-    fp8     every linear layer; embedding, head, router and norms bf16 (DeepSeek-V3, GLM-5.2)
-    int8    as fp8
-    head=   embedding and head; without it bf16 in a model with experts, else as the linear layers
+    weights=   every linear layer; router and norms stay bf16, as does `kv_b_proj`, which latent
+               attention absorbs
+    experts=   routed experts; without it they follow weights
+    head=      embedding and head; without it they follow weights
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bifolio.errors import UnsupportedError
@@ -28,6 +28,7 @@ LINEAR = (
 )
 """Kinds of the linear layers that quantised checkpoints may compress."""
 
+ABSORBED = "kv_b_proj"
 _TABLES = (Kind.EMBEDDING, Kind.HEAD)
 
 
@@ -37,10 +38,13 @@ class Storage:
 
     formats: tuple[tuple[Kind, WeightFormat], ...]
     source: str
+    absorbs: bool = False
+    """Whether `kv_b_proj` is absorbed and so in bf16; in a file it stands as other matrices do."""
 
     def of(self, matrix: Matrix) -> WeightFormat:
         """The format of a matrix."""
-        return BF16 if matrix.plain else self.kind(matrix.kind)
+        plain = matrix.plain or (self.absorbs and matrix.name == ABSORBED)
+        return BF16 if plain else self.kind(matrix.kind)
 
     def kind(self, kind: Kind) -> WeightFormat:
         return dict(self.formats).get(kind, BF16)
@@ -67,19 +71,33 @@ class Storage:
 
 def planned(model: ModelSpec, phase: PhasePlan, stored: Storage) -> Storage:
     """What one phase of a plan makes of a checkpoint; `weights=auto` leaves it as stored."""
-    present = [kind for kind in LINEAR if _has(model, kind)]
     weights, source = phase.weights, stored.source
     if weights is None:
         formats = dict(stored.formats)
-    elif model.moe and weights.number is Number.INT4:
-        formats, source = {Kind.ROUTED_EXPERTS: weights}, f"{weights}, routed experts only"
     else:
+        present = [kind for kind in LINEAR if _has(model, kind)]
         formats, source = dict.fromkeys(present, weights), f"{weights}, every linear layer"
+        formats |= dict.fromkeys(_TABLES, weights)
+    if phase.experts is not None and model.moe:
+        formats[Kind.ROUTED_EXPERTS] = phase.experts
+        source += f"; {phase.experts}, routed experts"
     if phase.head is not None:
         formats |= dict.fromkeys(_TABLES, phase.head)
-    elif weights is not None and not model.moe:
-        formats |= dict.fromkeys(_TABLES, weights)
-    return Storage(tuple(formats.items()), source)
+    return Storage(tuple(formats.items()), source, absorbs=weights is not None)
+
+
+def as_published(model: ModelSpec, weights: WeightFormat | None, like: PhasePlan) -> PhasePlan:
+    """A plan in the form of published checkpoints, its cache and head those of `like`.
+
+    With experts, int4 is for routed experts and the rest is bf16 (Kimi K2.6), and embedding and
+    head are bf16 whatever the format (DeepSeek-V3, GLM-5.2).
+    """
+    plan = replace(like, weights=weights, experts=None)
+    if weights is None or model.moe is None:
+        return plan
+    if weights.number is Number.INT4:
+        return replace(plan, weights=BF16, experts=weights)
+    return replace(plan, head=plan.head or (None if weights == BF16 else BF16))
 
 
 def read_checkpoint(config: Mapping[str, Any]) -> tuple[ModelSpec, Storage]:

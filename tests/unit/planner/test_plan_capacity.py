@@ -42,7 +42,7 @@ def test_one_memory_share_serves_all_rows_and_few_others_would() -> None:
     rows = [
         (kimi, "auto/bf16", 686_000),
         (kimi, "auto/fp8", 1_370_000),
-        (glm, "int4:g32/fp8:token", 1_180_000),
+        (glm, "weights=bf16,experts=int4:g32,cache=fp8:token", 1_180_000),
     ]
 
     def agrees(share: int) -> bool:

@@ -176,11 +176,18 @@ def test_the_vocabulary_is_padded_where_it_does_not_divide() -> None:
     assert head.shard(8, BF16) == (126, 64)
 
 
-def test_int4_touches_routed_experts_only_where_there_are_any() -> None:
+def test_a_plan_speaks_for_every_linear_layer_unless_it_names_experts() -> None:
     int4 = PhasePlan(WeightFormat.parse("int4:g32"))
     moe, dense = preset("glm-5.2"), preset("llama-70b")
-    kept = planned(moe, int4, PLAIN)
+    whole = planned(moe, int4, PLAIN)
+    plain = {Kind.ROUTER, Kind.NORMS, Kind.MTP_JOIN}
+    assert {kind for kind in Kind if whole.kind(kind) == BF16} == plain
+    absorbed = next(m for m in served_weights(moe).matrices if m.name == "kv_b_proj")
+    assert whole.of(absorbed) == BF16
+    kept = planned(moe, PhasePlan(BF16, experts=int4.weights), PLAIN)
     assert [kind for kind in Kind if kept.kind(kind) != BF16] == [Kind.ROUTED_EXPERTS]
+    stored = planned(moe, PhasePlan(experts=int4.weights), PLAIN)
+    assert [kind for kind in Kind if stored.kind(kind) != BF16] == [Kind.ROUTED_EXPERTS]
     every = planned(dense, int4, PLAIN)
     assert every.kind(Kind.ATTENTION) == every.kind(Kind.HEAD) == int4.weights
     with_head = planned(moe, replace(int4, head=WeightFormat.parse("int8")), PLAIN)

@@ -30,6 +30,7 @@ from bifolio.planner.speed import (
     prefill_speed,
 )
 from bifolio.planner.steps import Decode, Prefill
+from bifolio.planner.storage import as_published
 from bifolio.planner.workload import Workload
 
 GLM = preset_deployment("glm-5.2", "h200", 8)
@@ -41,7 +42,7 @@ FP8 = PrecisionPlan.parse("auto/fp8").decode
 def winners(rows: int) -> set[str]:
     times = {}
     for name in FORMATS:
-        plan = PhasePlan(WeightFormat.parse(name), FP8.cache)
+        plan = as_published(GLM.model, WeightFormat.parse(name), FP8)
         times[name] = step_time(GLM, plan, Decode(rows, 9000)).seconds
     return {name for name, time in times.items() if time <= min(times.values()) * (1 + TIE)}
 
@@ -99,7 +100,8 @@ WORK = Workload.fixed(8192, 1000)
 
 def test_the_best_two_phase_plan_of_glm_is_the_published_one() -> None:
     best = best_choice(GLM, WORK, pools=2)
-    assert (str(best.prefill.plan), str(best.decode.plan)) == ("fp8/bf16", "int4:g32/fp8")
+    assert str(best.prefill.plan) == "weights=fp8,cache=bf16,head=bf16"
+    assert str(best.decode.plan) == "weights=bf16,cache=fp8,experts=int4:g32"
     one = best_choice(GLM, WORK, pools=1)
     assert one.prefill.plan == one.decode.plan
     assert best.worker_seconds < 0.9 * one.worker_seconds
@@ -116,7 +118,8 @@ def test_no_other_pair_of_formats_is_cheaper_than_the_best() -> None:
     best = best_choice(GLM, WORK, pools=2)
     for weights in weight_candidates(GLM.device):
         for cache in ("bf16", "fp8", "fp8:token"):
-            plan = PrecisionPlan.parse(f"{weights}/{cache}").decode
+            like = PrecisionPlan.parse(f"auto/{cache}").decode
+            plan = as_published(GLM.model, WeightFormat.parse(weights), like)
             try:
                 prefill = prefill_choice(GLM, plan, WORK)
                 decode = decode_choice(GLM, plan, WORK)
@@ -164,7 +167,7 @@ def test_processors_are_offered_int8_activations_and_accelerators_fp8() -> None:
 
 def test_the_report_is_json_and_adds_up() -> None:
     plan = PrecisionPlan.parse(
-        prefill="fp8/bf16", decode="weights=int4:g32,cache=fp8:token,page=64"
+        prefill="fp8/bf16", decode="weights=bf16,experts=int4:g32,cache=fp8:token,page=64"
     )
     report = answer(Question("glm", GLM, plan, WORK, price=3.0))
     values = json.loads(json.dumps(report.as_dict()))
@@ -206,7 +209,9 @@ def test_the_plan_that_was_asked_about_is_set_beside_the_cheapest() -> None:
     same = answer(Question("kimi", KIMI, PrecisionPlan.parse("auto/bf16"), WORK))
     assert same.asked is not None
     assert same.asked.pools == 1
-    unlike = PrecisionPlan.parse(prefill="fp8/bf16", decode="int4:g32/fp8")
+    unlike = PrecisionPlan.parse(
+        prefill="weights=fp8,cache=bf16,head=bf16", decode="weights=bf16,experts=int4:g32,cache=fp8"
+    )
     split = answer(Question("glm", GLM, unlike, WORK))
     assert split.asked is not None
     assert split.best[1] is not None
