@@ -126,6 +126,19 @@ def test_limits_on_the_distance_are_slices_of_the_gate(model: Path, items: Path)
     assert verdicts["same top token, all"] == "equivalent"
 
 
+def test_choices_that_all_score_the_same_measure_nothing_and_are_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "same.jsonl"
+    row = {"prompt": "the river", "expected": "sea", "choices": ["sea", "sea"]}
+    path.write_text(json.dumps(row) + "\n")
+    result = CliRunner().invoke(
+        app, ["eval", "tasks", "-m", str(model), "--tasks", str(path), "--candidate", "int8/bf16"]
+    )
+    assert result.exit_code == 2
+    assert "all choices score" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -91,17 +91,22 @@ def local_config(name: str, folder: Path) -> dict[str, Any]:
     files = sorted(folder.glob(pattern))
     if not files:
         raise ConfigError(f"{folder} holds no {pattern}")
-    return {
+    common = {
         "task": f"local_{name}",
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(files[0].resolve())}},
         "test_split": "test",
+        "num_fewshot": 0,
+    }
+    if "output_type" in own:
+        return common | own
+    choice = {
         "output_type": "multiple_choice",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer_index}}",
-        "num_fewshot": 0,
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    } | own
+    }
+    return common | choice | own
 
 
 class HarnessModel:
