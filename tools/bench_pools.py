@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -61,7 +61,8 @@ async def measure(options: argparse.Namespace, server: dict[str, str]) -> dict[s
         await run_load(engine, WARM_UP, 0)
         found: dict[str, Any] = {"cache_tokens": cache_tokens(engine), "loads": []}
         for repeat in range(options.repeats):
-            for load in (LONG_PROMPTS, CHAT):
+            for whole in (LONG_PROMPTS, CHAT):
+                load = replace(whole, requests=max(1, round(whole.requests * options.share)))
                 await asyncio.sleep(SETTLE_SECONDS)
                 before = handoffs(engine)
                 result = asdict(await run_load(engine, load, 1 + repeat))
@@ -85,7 +86,7 @@ def cache_tokens(engine: Any) -> dict[str, int]:
 
 def show(console: Console, results: dict[str, dict[str, Any]]) -> None:
     for load in (LONG_PROMPTS, CHAT):
-        table = Table(title=f"{load.name}: {load.requests} requests, {load.concurrency} at a time")
+        table = Table(title=f"{load.name}, {load.concurrency} at a time")
         for name in ("server", "in tok/s", "out tok/s", "TTFT p50", "p95", "ITL p50 ms", "p95"):
             table.add_column(name, justify="left" if name == "server" else "right")
         for server, found in results.items():
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache-memory", type=parse_bytes, default=2**30)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--share", type=float, default=1.0, help="of the requests of each load")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     options = parser.parse_args()
     logs.configure("warning", for_people=True)

@@ -133,16 +133,12 @@ async def test_workers_are_replaced_one_by_one_without_a_lost_request(model):
     async with pools(model, 2, 2) as server:
         router = server.engine
 
-        async def replace_all():
-            for member in router.fleet.members:
-                await router.fleet.replace(member.name)
-                await until_whole(router, 0)
-
-        replacing = asyncio.create_task(replace_all())
+        replacing = asyncio.create_task(router.fleet.replace_all())
         wrong, errors = await traffic(server, requests, expected, 6)
         await replacing
         assert (wrong, errors) == ([], {})
         assert router.resent["worker_lost"] == 0
+        assert [member.restarts for member in router.fleet.members] == [1, 1, 1, 1]
         await until_accounted(router)
 
 

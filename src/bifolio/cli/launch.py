@@ -146,6 +146,8 @@ class _Run:
         server = Server(app, self._config, lambda: self._announce(engine))
         self._stop = server.stop
         watch = asyncio.create_task(_watch(engine))
+        if not isinstance(engine, AsyncEngine):
+            _replace_on_hangup(engine)
         try:
             await server.serve([self._sock])
         except OSError as error:
@@ -188,6 +190,18 @@ def client_of(
         on_loading=on_loading,
     )
     return PoolRouter(fleet, on_loss=pools.on_worker_loss)
+
+
+def _replace_on_hangup(router: PoolRouter) -> None:
+    """SIGHUP replaces all workers, one after the other, without a lost request."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def replace() -> None:
+        task = asyncio.create_task(router.fleet.replace_all())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replace)
 
 
 async def _watch(engine: AsyncEngine | PoolRouter) -> None:

@@ -25,7 +25,6 @@ from bifolio.engine.engine import Engine, Progress
 from bifolio.engine.messages import (
     Connect,
     Disconnect,
-    Drain,
     EngineStats,
     Listen,
     Listening,
@@ -50,7 +49,6 @@ class DecodePeers:
         self._listener: Listener | None = None
         self._secret = b""
         self._sides: list[DecodeSide[PoolReservation]] = []
-        self._draining = False
         self._news: list[Outputs | Listening | PeerNews] = []
         self.tally = ReceivedTally()
 
@@ -68,7 +66,7 @@ class DecodePeers:
         files += [self._listener.fileno()] if self._listener is not None else []
         return [file for file in files if file >= 0]
 
-    def take(self, message: Listen | Connect | Disconnect | Drain) -> None:
+    def take(self, message: Listen | Connect | Disconnect) -> None:
         """See `Peers.take`."""
         match message:
             case Listen(where, secret):
@@ -76,19 +74,13 @@ class DecodePeers:
                 self._secret = secret
                 address, self._listener = listen(where, secret)
                 self._news.append(Listening(address))
-            case Drain(on):
-                self._draining = on
-                for side in self._sides:
-                    side.draining = on
             case _:
                 raise AssertionError(f"a decode engine is not told to {message!r}")
 
     def connected(self, transport: Transport, secret: bytes) -> None:
         """A prefill engine has made a connection."""
         link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
-        side = DecodeSide(link, self._sink)
-        side.draining = self._draining
-        self._sides.append(side)
+        self._sides.append(DecodeSide(link, self._sink))
 
     def attend(self) -> list[Outputs | Listening | PeerNews]:
         """See `Peers.attend`."""

@@ -23,7 +23,6 @@ from bifolio.engine.client import AsyncEngine, WorkerView
 from bifolio.engine.messages import (
     Connect,
     Disconnect,
-    Drain,
     EngineStats,
     Listen,
     Listening,
@@ -123,6 +122,7 @@ class Fleet:
         self._boots = 0
         self._watchers: list[asyncio.Task[None]] = []
         self._refusal = ""
+        self._replacing = asyncio.Lock()
 
     @property
     def members(self) -> list[Member]:
@@ -265,7 +265,10 @@ class Fleet:
             engine, began = member.engine, time.monotonic()
             assert engine is not None
             reason = await self._until_lost(engine)
-            log.error("worker lost", worker=member.name, reason=reason)
+            if member.draining:
+                log.info("worker ends to be replaced", worker=member.name)
+            else:
+                log.error("worker lost", worker=member.name, reason=reason)
             await self._retire(member, engine)
             if time.monotonic() - began > _LONG_LIFE:
                 backoff = _FIRST_BACKOFF
@@ -274,7 +277,7 @@ class Fleet:
                 backoff = min(2 * backoff, _LAST_BACKOFF)
                 try:
                     await self._boot(member)
-                except BifolioError as error:
+                except (BifolioError, OSError) as error:
                     log.error("worker cannot start", worker=member.name, reason=str(error))
             member.restarts += 1
             log.info("worker replaced", worker=member.name)
@@ -313,17 +316,26 @@ class Fleet:
             return  # it is being replaced already
         member.draining = True
         try:
-            if member.pool == "decode":
-                engine.tell(Drain(on=True))
             deadline = time.monotonic() + patience
             while engine.open_requests and time.monotonic() < deadline and not engine.is_dead:
                 await asyncio.sleep(0.02)
             await engine.stop()  # its watcher starts the next
-            while member.engine is None or member.engine is engine:
+            while member.engine in (None, engine) or not self._has_partner(member):
                 await asyncio.sleep(0.02)
         finally:
             member.draining = False
             self.changed.set()
+
+    async def replace_all(self) -> None:
+        """One after the other; see `replace`."""
+        async with self._replacing:
+            for member in self.members:
+                await self.replace(member.name)
+
+    def _has_partner(self, member: Member) -> bool:
+        if member.pool == "prefill":
+            return bool(member.peers)
+        return any(member.name in other.peers for other in self.prefill)
 
     def ups(self, members: Collection[Member]) -> int:
         """How many of them are up."""

@@ -31,7 +31,6 @@ from bifolio.engine.engine import Engine, Progress
 from bifolio.engine.messages import (
     Connect,
     Disconnect,
-    Drain,
     EngineStats,
     Listen,
     Listening,
@@ -93,7 +92,7 @@ class PrefillPeers:
         files = (side.link.fileno() for side in self._sides.values())
         return [file for file in files if file >= 0]
 
-    def take(self, message: Listen | Connect | Disconnect | Drain) -> None:
+    def take(self, message: Listen | Connect | Disconnect) -> None:
         """See `Peers.take`."""
         match message:
             case Connect(name, address, secret):

@@ -27,7 +27,6 @@ from bifolio.engine.messages import (
     Abort,
     Connect,
     Disconnect,
-    Drain,
     EngineMessage,
     EngineStats,
     Fatal,
@@ -407,7 +406,7 @@ class AsyncEngine:
                 f"{self.stats.waiting} waiting requests"
             )
 
-    def tell(self, message: Listen | Connect | Disconnect | Drain) -> None:
+    def tell(self, message: Listen | Connect | Disconnect) -> None:
         """Say something about other engines; lost if the process has ended."""
         if self._dead is None:
             self._send(message)

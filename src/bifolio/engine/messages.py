@@ -1,6 +1,6 @@
 """What the front end and the engine process say to each other, as msgpack.
 
-    front → engine   Start · Submit · Abort · Shutdown · Listen · Connect · Disconnect · Drain
+    front → engine   Start · Submit · Abort · Shutdown · Listen · Connect · Disconnect
     engine → front   Loading · Hello · Outputs · Refused · EngineStats · Fatal
                      Listening · PeerNews
 
@@ -69,12 +69,6 @@ class Disconnect(msgspec.Struct, frozen=True, tag=True):
     """Prefill engines: nothing goes to decode engine `name` any more."""
 
     name: str
-
-
-class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Decode engines: take no further requests from anybody (or do again)."""
-
-    on: bool
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
@@ -211,5 +205,5 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FrontMessage = Start | Submit | Abort | Shutdown | Listen | Connect | Disconnect | Drain
+FrontMessage = Start | Submit | Abort | Shutdown | Listen | Connect | Disconnect
 EngineMessage = Loading | Hello | Outputs | Refused | EngineStats | Fatal | Listening | PeerNews

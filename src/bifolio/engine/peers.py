@@ -11,7 +11,6 @@ from typing import Protocol
 from bifolio.engine.messages import (
     Connect,
     Disconnect,
-    Drain,
     Listen,
     Listening,
     Outputs,
@@ -29,7 +28,7 @@ class Peers(Protocol):
     def files(self) -> Iterable[int]:
         """File descriptors that become readable when `attend` has something to do."""
 
-    def take(self, message: Listen | Connect | Disconnect | Drain) -> None:
+    def take(self, message: Listen | Connect | Disconnect) -> None:
         """Do what the front end says."""
 
     def attend(self) -> list[Outputs | Listening | PeerNews]:

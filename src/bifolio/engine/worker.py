@@ -34,7 +34,6 @@ from bifolio.engine.messages import (
     Abort,
     Connect,
     Disconnect,
-    Drain,
     EngineStats,
     Fatal,
     FrontMessage,
@@ -139,7 +138,7 @@ class Worker:
             case Abort(ids):
                 for request_id in ids:
                     self._engine.abort(request_id)
-            case Listen() | Connect() | Disconnect() | Drain() if self._engine.peers is not None:
+            case Listen() | Connect() | Disconnect() if self._engine.peers is not None:
                 self._engine.peers.take(message)
             case _:
                 raise AssertionError(f"unexpected message {message!r}")
