@@ -16,13 +16,15 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bifolio.engine.logs import configure
 from bifolio.evals.answers import Prompted, ask, prompted
-from bifolio.evals.distance import Distance, measure
+from bifolio.evals.distance import Distance, Scored, Window, score
 from bifolio.evals.items import Item, Task, judge_exact
 from bifolio.evals.results import processor, side
 from bifolio.evals.subject import Setup, Subject, Texts
@@ -75,7 +77,7 @@ def _task(task: str, length: int, items: int, seed: int) -> Task:
     )
 
 
-def score(subject: Subject, texts: Texts, prompts: Sequence[Prompted]) -> dict[str, float]:
+def exact_match(subject: Subject, texts: Texts, prompts: Sequence[Prompted]) -> dict[str, float]:
     """Exact match of each task."""
     found = {}
     for one in prompts:
@@ -84,7 +86,16 @@ def score(subject: Subject, texts: Texts, prompts: Sequence[Prompted]) -> dict[s
     return found
 
 
-def _answer_texts(texts: Texts, prompts: Sequence[Prompted]) -> list[tuple[list[int], list[int]]]:
+def _distance(base: Subject, subject: Subject, answers: Sequence[Window]) -> Distance:
+    """Over all tokens of all answers, which are of unequal length."""
+    pair = base.forced(), subject.forced()
+    parts = [score(pair[0], pair[1:], [answer])[0] for answer in answers]
+    names = [field.name for field in fields(Scored)]
+    joined = {n: np.concatenate([getattr(part, n) for part in parts], axis=1) for n in names}
+    return Scored(**joined).summary
+
+
+def _answer_texts(texts: Texts, prompts: Sequence[Prompted]) -> list[Window]:
     """Prompt and right answer, in ids, of every question."""
     end = min(texts.source.spec.stop_ids)
     return [
@@ -101,14 +112,14 @@ def rows(model: str, plans: Sequence[str], tasks: Sequence[Task], threads: int) 
     answers = _answer_texts(texts, prompts)
     tokens = max(one.tokens for one in prompts)
     base = Subject(Setup(model, plans[0], threads=threads), texts, tokens)
-    found = [Row(plans[0], side(base), score(base, texts, prompts), None)]
+    found = [Row(plans[0], side(base), exact_match(base, texts, prompts), None)]
     for plan in plans[1:]:
         print(plan, file=sys.stderr, flush=True)
         spelled, _, folder = plan.partition("@")
         setup = Setup(folder or model, spelled, threads=threads)
         subject = Subject(setup, Texts(setup.model), tokens)
-        exact = score(subject, texts, prompts)
-        distance = measure(base.forced(), subject.forced(), answers)
+        exact = exact_match(subject, texts, prompts)
+        distance = _distance(base, subject, answers)
         found.append(Row(plan, side(subject), exact, distance))
     return found
 

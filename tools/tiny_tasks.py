@@ -293,16 +293,21 @@ def held_question(task: str, rng: random.Random, tokens: int) -> Conversation:
 
 # --- training rows -------------------------------------------------------------------------------
 
-SHARES = {"copy": 0.36, "kv": 0.36, "tools": 0.10, "words": 0.12, "sums": 0.06}
+LONG = ("copy", "kv")
+SHORT = {"tools": 0.36, "words": 0.42, "sums": 0.22}
 
 
-def training_row(rng: random.Random, tokens: int) -> list[Conversation]:
-    """Conversations that together take at most `tokens` tokens, and nearly all of them."""
+def training_row(rng: random.Random, tokens: int, long: float = 0.7) -> list[Conversation]:
+    """Conversations that together take at most `tokens` tokens, and nearly all of them.
+
+    `long` is the share of copying and retrieval; where too little room is left for these, short
+    tasks fill it.
+    """
     row: list[Conversation] = []
     room = tokens
-    task = rng.choices(list(SHARES), list(SHARES.values()))[0]
+    task = _choose(rng, long)
     while room >= 48:
-        if task in ("copy", "kv"):
+        if task in LONG:
             take = room if room < 160 or rng.random() < 0.6 else rng.randint(96, room)
             make = copy_conversation if task == "copy" else kv_conversation
             conversation = make(rng, take)
@@ -312,11 +317,17 @@ def training_row(rng: random.Random, tokens: int) -> list[Conversation]:
             row.append(conversation)
         used = 1 + sum(turn_tokens(turn) for turn in conversation)
         room -= max(used, 32)
-        if task in ("copy", "kv") and room < 160:
+        if task in LONG and room < 160:
             task = rng.choice(("sums", "words"))
         elif rng.random() < 0.5:
-            task = rng.choices(list(SHARES), list(SHARES.values()))[0]
+            task = _choose(rng, long)
     return row
+
+
+def _choose(rng: random.Random, long: float) -> str:
+    if rng.random() < long:
+        return rng.choice(LONG)
+    return rng.choices(list(SHORT), list(SHORT.values()))[0]
 
 
 def _small(rng: random.Random, task: str, tokens: int) -> Conversation:

@@ -33,11 +33,12 @@ from tiny_model import ASSISTANT, BOS, END, PAD, USER, Muon, build, tokenizer
 from tiny_tasks import Conversation, held_question, training_row
 
 IGNORE = -100
-CURRICULUM = (
-    (0.06, (128,)),
-    (0.18, (128, 256, 256)),
-    (0.36, (256, 512, 512, 512)),
-    (1.0, (256, 512, 1024, 1024, 1024, 1024)),
+CURRICULUM = (  # up to this part of the run: the share of long tasks, and the rows' lengths
+    (0.06, 0.72, (128,)),
+    (0.18, 0.72, (128, 256, 256)),
+    (0.36, 0.72, (256, 512, 512, 512)),
+    (0.60, 0.55, (256, 512, 1024, 1024, 1024, 1024)),
+    (1.00, 0.50, (256, 512, 1024, 1024, 1024, 2048, 4096)),
 )
 BIAS_STEP = 1e-2  # by which an expert's correction bias moves per step, as the rate is highest
 ROUTER_RATE = 0.25  # of the learning rate: routers that move fast leave experts without tokens
@@ -57,13 +58,13 @@ def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
     return ids, targets
 
 
-def batch(rng: random.Random, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """(rows, length) ids and targets; a target is the token at its own place."""
+def batch(rng: random.Random, rows: int, length: int, long: float = 0.7) -> tuple[Tensor, Tensor]:
+    """(rows, length) ids and targets, a target at its own place; `long` as in `training_row`."""
     ids = torch.full((rows, length), PAD)
     targets = torch.full((rows, length), IGNORE)
     for row in range(rows):
         at = 0
-        for conversation in training_row(rng, length):
+        for conversation in training_row(rng, length, long):
             some_ids, some_targets = encode(conversation)
             some_ids, some_targets = some_ids[: length - at], some_targets[: length - at]
             ids[row, at : at + len(some_ids)] = torch.tensor(some_ids)
@@ -177,18 +178,19 @@ class Trainer:
             return self.progress.step / self.arguments.steps
         return self.progress.seconds / (60 * self.arguments.minutes)
 
-    def length(self, rng: random.Random) -> int:
-        """The rows' length: 128 first, then longer ones, then mostly 1,024."""
+    def lesson(self, rng: random.Random) -> tuple[float, int]:
+        """The share of long tasks, and the length of a step's rows."""
         done = self.fraction()
-        return rng.choice(next(lengths for border, lengths in CURRICULUM if done < border))
+        long, lengths = next(rest for border, *rest in CURRICULUM if done < border)
+        return long, rng.choice(lengths)
 
     def step(self) -> float:
         """One step; returns the loss."""
         started = time.monotonic()
         rng = random.Random(f"{self.arguments.seed}/{self.progress.step}")
-        length = self.length(rng)
+        long, length = self.lesson(rng)
         rng = random.Random(f"{self.arguments.seed}/{self.progress.step}/{dist.get_rank()}")
-        ids, targets = batch(rng, max(1, self.arguments.batch // length), length)
+        ids, targets = batch(rng, max(1, self.arguments.batch // length), length, long)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.arguments.bf16):
             logits, wanted = answer_logits(self.model, ids, targets)
         loss = nn.functional.cross_entropy(logits, wanted)
