@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from bifolio.evals.distance import Distance, Scored, Window, score
 from bifolio.evals.items import Item, Task, judge_exact
 from bifolio.evals.results import processor, side
 from bifolio.evals.subject import Setup, Subject, Texts
-from tiny_tasks import held_question
+from tiny_tasks import encode, held_question, training_row
 
 PLANS = (
     "bf16/bf16",
@@ -42,6 +44,12 @@ PLANS = (
     "int4:g32/fp8:token",
     "int4:g128/bf16",
 )
+FORMS = {
+    "int4-rtn": ("--method", "rtn"),
+    "int4-gptq": ("--method", "gptq"),
+    "int4-awq": ("--method", "awq"),
+}
+CALIBRATION_ROWS = 90
 ANSWER_TOKENS = {"copy": 40, "kv": 12, "sums": 8, "words": 96, "tools": 192}
 
 
@@ -75,6 +83,35 @@ def _task(task: str, length: int, items: int, seed: int) -> Task:
         stop=(),
         scored=False,
     )
+
+
+def write_forms(model: Path, folder: Path) -> list[str]:
+    """Compress the model by each method, and calibrate a copy; their rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "calibration.jsonl"
+    data.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in _calibration()))
+    found = []
+    for name, method in FORMS.items():
+        options = ["--weights", "int4:g32", *method, "--calibration", data]
+        _bifolio("compress", model, folder / name, *options)
+        found.append(f"auto/bf16@{folder / name}")
+    static = folder / "static"
+    shutil.copytree(model, static, dirs_exist_ok=True)
+    _bifolio("calibrate", static, "--data", data)
+    return [*found, f"bf16/fp8@{static}"]
+
+
+def _calibration() -> Iterator[list[int]]:
+    """Rows as in training, of another seed, all of one length."""
+    draw = random.Random("calibration")
+    for _ in range(CALIBRATION_ROWS):
+        ids = [token for talk in training_row(draw, 640) for token in encode(talk)[0]]
+        if len(ids) >= 512:
+            yield ids[:512]
+
+
+def _bifolio(*arguments: str | Path) -> None:
+    subprocess.run([sys.executable, "-m", "bifolio", *arguments], check=True)
 
 
 def exact_match(subject: Subject, texts: Texts, prompts: Sequence[Prompted]) -> dict[str, float]:
@@ -130,7 +167,11 @@ def markdown(found: Sequence[Row]) -> str:
     head = ["plan", *names, "KL", "KL p99", "same top token"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     for row in found:
-        cells = [f"`{row.plan}`", *(f"{row.exact[name]:.1%}" for name in names)]
+        plan, _, folder = row.plan.partition("@")
+        cells = [
+            f"`{plan}`" + (f" of {Path(folder).name}" if folder else ""),
+            *(f"{row.exact[name]:.1%}" for name in names),
+        ]
         if row.distance is None:
             cells += ["", "", ""]
         else:
@@ -146,6 +187,7 @@ def main() -> None:
     parser.add_argument("model", help="the trained model's folder")
     parser.add_argument("--plan", action="append", help="PLAN or PLAN@FOLDER; may be repeated")
     parser.add_argument("--also", action="append", default=[], help="a row beside the usual ones")
+    parser.add_argument("--forms", type=Path, help="write other forms there, and score them")
     parser.add_argument("--items", type=int, default=200, help="questions per task and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--seed", type=int, default=2)
@@ -154,6 +196,8 @@ def main() -> None:
     arguments = parser.parse_args()
     configure("warning")
     plans = [*(arguments.plan or PLANS), *arguments.also]
+    if arguments.forms:
+        plans += write_forms(Path(arguments.model), arguments.forms)
     tasks = held_tasks(arguments.items, arguments.lengths, arguments.seed)
     found = rows(arguments.model, plans, tasks, arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)

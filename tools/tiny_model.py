@@ -12,8 +12,8 @@ from transformers import AttentionInterface, PreTrainedTokenizerFast
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 
-MARKS = ("<|pad|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|end|>", "<|system|>")
-PAD, BOS, USER, ASSISTANT, END, SYSTEM = range(256, 256 + len(MARKS))
+from tiny_tasks import BOS, END, MARKS, PAD
+
 BLOCK = 256  # queries per block of attention
 VOCABULARY = 264  # 256 bytes, the marks, and two rows that are never used
 CHAT_TEMPLATE = (

@@ -25,6 +25,9 @@ from dataclasses import dataclass
 
 from tiny_words import ADJECTIVES, NOUNS, PLACES, TOOL_NOUNS, TOOL_VERBS, VALUE_WORDS, VERBS, Noun
 
+MARKS = ("<|pad|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|end|>", "<|system|>")
+PAD, BOS, USER, ASSISTANT, END, SYSTEM = range(256, 256 + len(MARKS))
+IGNORE = -100  # the target of a token that is not to be learned
 HELD_OUT_SHARE = 12  # one of so many sums and sentences is never trained on
 ALPHABETS = (
     string.ascii_letters + string.digits,
@@ -51,6 +54,17 @@ TURN_TOKENS = 3  # <|user|>, <|assistant|>, <|end|>
 def turn_tokens(turn: Turn) -> int:
     """Tokens of a turn: its UTF-8 bytes and three marks."""
     return len(turn.user.encode()) + len(turn.answer.encode()) + TURN_TOKENS
+
+
+def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
+    """Token ids, and the targets: the answers and their end, everything else ignored."""
+    ids, targets = [BOS], [IGNORE]
+    for turn in conversation:
+        asked = [USER, *turn.user.encode(), ASSISTANT]
+        said = [*turn.answer.encode(), END]
+        ids += asked + said
+        targets += [IGNORE] * len(asked) + said
+    return ids, targets
 
 
 def held_out(content: str) -> bool:

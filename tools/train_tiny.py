@@ -29,10 +29,9 @@ from torch import Tensor, multiprocessing, nn
 from transformers.models.deepseek_v3 import DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from tiny_model import ASSISTANT, BOS, END, PAD, USER, Muon, build, tokenizer
-from tiny_tasks import Conversation, held_question, training_row
+from tiny_model import Muon, build, tokenizer
+from tiny_tasks import IGNORE, PAD, encode, held_question, training_row
 
-IGNORE = -100
 CURRICULUM = (  # up to this part of the run: the share of long tasks, and the rows' lengths
     (0.06, 0.72, (128,)),
     (0.18, 0.72, (128, 256, 256)),
@@ -45,17 +44,6 @@ ROUTER_RATE = 0.25  # of the learning rate: routers that move fast leave experts
 
 
 # --- rows of tokens ------------------------------------------------------------------------------
-
-
-def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
-    """Token ids, and the targets: the answers and their end, everything else ignored."""
-    ids, targets = [BOS], [IGNORE]
-    for turn in conversation:
-        asked = [USER, *turn.user.encode(), ASSISTANT]
-        said = [*turn.answer.encode(), END]
-        ids += asked + said
-        targets += [IGNORE] * len(asked) + said
-    return ids, targets
 
 
 def batch(rng: random.Random, rows: int, length: int, long: float = 0.7) -> tuple[Tensor, Tensor]:
