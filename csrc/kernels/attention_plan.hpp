@@ -11,7 +11,7 @@ namespace bifolio::BIFOLIO_ISA {
 inline constexpr int64_t kSplit = 256;
 
 // Query rows (tokens × query heads of a KV head) that one unit works on.
-inline constexpr int64_t kQueryRows = 96;
+inline constexpr int64_t kQueryRows = 192;
 
 // Some tokens of one row of the batch. If it is `shared`, a unit is a run of its splits, leaves a
 // partial result of each, and whoever finishes last merges them; else one unit goes through all.

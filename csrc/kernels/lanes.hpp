@@ -120,6 +120,17 @@ inline float max_lanes(Lanes x) {
   return detail::fold(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+// Whether a lane of what a comparison gave is true.
+inline bool any(IntLanes x) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(x)) != 0;
+#else
+  return (x[0] | x[1] | x[2] | x[3]) != 0;
+#endif
+}
+
 inline int32_t sum_lanes(IntLanes x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x));

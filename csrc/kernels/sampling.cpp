@@ -7,8 +7,9 @@
 #include "kernels/lanes.hpp"
 
 // Tokens are ranked by falling logit, equal ones by rising id. No row is sorted whole if that can
-// be helped: the candidates within a distance of the best logit are, and the distance grows until
-// they hold what is asked for.
+// be helped. With top-k or min-p, the candidates within a distance of the best logit are, and the
+// distance grows until they hold what is asked for. Else the weights above a few levels are summed,
+// which tells between which two the answer stands, until few enough stand there to be sorted.
 
 namespace bifolio::BIFOLIO_ISA {
 namespace {
@@ -30,15 +31,31 @@ float largest(const float* x, int64_t n) {
   return result;
 }
 
+// A bit for each lane that holds in a comparison.
+uint32_t lane_mask(IntLanes x) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#else
+  uint32_t mask = 0;
+  for (int lane = 0; lane < kLanes; ++lane) mask |= (x[lane] & 1U) << lane;
+  return mask;
+#endif
+}
+
 int64_t first_equal(const float* x, int64_t n, float value) {
-  for (int64_t i = 0; i < n; ++i) {
+  int64_t i = 0;
+  while (i + kLanes <= n && !any(load(x + i) == splat(value))) i += kLanes;
+  for (; i < n; ++i) {
     if (x[i] == value) return i;
   }
   return 0;  // nothing but NaN
 }
 
-// The sum of exp((x[i] - best) * sharpness), the terms in float, the sum in double.
-double sum_of_exp(const float* x, int64_t n, float best, float sharpness) {
+// The sum of exp((x[i] - best) * sharpness), the terms in float, the sum in double. The terms go
+// to `terms` if that is given.
+double sum_of_exp(const float* x, int64_t n, float best, float sharpness, float* terms = nullptr) {
   constexpr int64_t kBlock = 64 * kLanes;
   const Lanes factor = splat(sharpness * kLog2E);
   double sum = 0.0;
@@ -48,11 +65,16 @@ double sum_of_exp(const float* x, int64_t n, float best, float sharpness) {
     const int64_t end = i + kBlock < n ? i + kBlock : n;
     for (; i + kLanes <= end; i += kLanes) {
       const Lanes e = exp2_lanes((load(x + i) - splat(best)) * factor);
+      if (terms) store(terms + i, e);
       part += e;
     }
-    for (int lane = 0; lane < kLanes; ++lane) sum += static_cast<double>(part[lane]);
+    sum += static_cast<double>(sum_lanes(part));
   }
-  for (; i < n; ++i) sum += std::exp(static_cast<double>((x[i] - best) * sharpness));
+  for (; i < n; ++i) {
+    const double e = std::exp(static_cast<double>((x[i] - best) * sharpness));
+    if (terms) terms[i] = static_cast<float>(e);
+    sum += e;
+  }
   return sum;
 }
 
@@ -86,97 +108,199 @@ void sort_falling(Candidate* items, Candidate* other, int64_t n) {
   }
 }
 
-int64_t collect(const float* x, int64_t n, float threshold, Candidate* out) {
+int64_t count_within(const float* x, int64_t n, float low, float high) {
+  IntLanes found{};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Lanes here = load(x + i);
+    found -= (here >= splat(low)) & (here < splat(high));
+  }
+  int64_t count = sum_lanes(found);
+  for (; i < n; ++i) count += x[i] >= low && x[i] < high ? 1 : 0;
+  return count;
+}
+
+// Tokens whose logits lie in [low, high), by rising id.
+int64_t collect(const float* x, int64_t n, float low, float high, Candidate* out) {
   int64_t count = 0;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int64_t end = i + kLanes < n ? i + kLanes : n;
-    if (end - i == kLanes) {
-      const IntLanes above = load(x + i) >= splat(threshold);
-      bool any = false;
-      for (int lane = 0; lane < kLanes; ++lane) any |= above[lane] != 0;
-      if (!any) continue;
-    }
-    for (int64_t j = i; j < end; ++j) {
-      // Adding zero makes -0 and +0 one key.
-      if (x[j] >= threshold) out[count++] = {x[j] + 0.0F, static_cast<int32_t>(j)};
-    }
+  // Adding zero makes -0 and +0 one key.
+  const auto take = [&](int64_t i) { out[count++] = {x[i] + 0.0F, static_cast<int32_t>(i)}; };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Lanes here = load(x + i);
+    uint32_t mask = lane_mask((here >= splat(low)) & (here < splat(high)));
+    for (; mask != 0; mask &= mask - 1) take(i + __builtin_ctz(mask));
+  }
+  for (; i < n; ++i) {
+    if (x[i] >= low && x[i] < high) take(i);
   }
   return count;
 }
 
-// Chooses among sorted candidates; -1: they may not hold the answer. `total` is the weight of the
-// whole row, below 0 where the candidates are the whole row.
+// Chooses by top-k or min-p, and top-p, among sorted candidates that hold the answer.
 int32_t choose(const Candidate* items, int64_t count, double* weight, const DrawRule& rule,
-               double total, float best) {
-  const bool whole = total < 0.0;
+               float best) {
   double sum = 0.0;
   int64_t keep = 0;
-  bool cut = false;  // whether the list ends inside the candidates
-  for (; keep < count; ++keep) {
-    if (rule.top_k > 0 && keep == rule.top_k) {
-      cut = true;
-      break;
-    }
+  for (; keep < count && !(rule.top_k > 0 && keep == rule.top_k); ++keep) {
     const double w =
         std::exp((static_cast<double>(items[keep].logit) - static_cast<double>(best)) /
                  rule.temperature);
-    if (w < rule.min_p) {
-      cut = true;
-      break;
-    }
+    if (w < rule.min_p) break;
     sum += w;
     weight[keep] = sum;  // cumulative
   }
-  // The candidates reach beyond min-p, so what they lack does not count.
-  cut |= rule.min_p > 0.0 || (rule.top_k > 0 && keep == rule.top_k);
-  const double mass = cut || whole ? sum : total;
-  double limit = mass;
   if (rule.top_p < 1.0) {
     int64_t place = 0;
-    while (place < keep && weight[place] < rule.top_p * mass) ++place;
-    if (place == keep && !cut && !whole) return -1;
+    while (place < keep && weight[place] < rule.top_p * sum) ++place;
     if (place < keep) keep = place + 1;
-    limit = weight[keep - 1];
-    cut = true;
   }
-  const double target = rule.uniform * limit;
-  for (int64_t i = 0; i < keep; ++i) {
-    if (weight[i] > target) return items[i].id;
-  }
-  return cut || whole ? items[keep - 1].id : -1;
+  const double target = rule.uniform * weight[keep - 1];
+  int64_t i = 0;
+  while (i + 1 < keep && !(weight[i] > target)) ++i;
+  return items[i].id;
 }
+
+constexpr int kLevels = 8;
+
+// Sums of the weights whose logits are at least levels[i].
+void masses_above(const float* x, const float* weights, int64_t n, const float (&levels)[kLevels],
+                  double (&masses)[kLevels]) {
+  constexpr int64_t kBlock = 64 * kLanes;
+  for (double& mass : masses) mass = 0.0;
+  int64_t i = 0;
+  while (i + kLanes <= n) {
+    Lanes parts[kLevels] = {};
+    const int64_t end = i + kBlock < n ? i + kBlock : n;
+    for (; i + kLanes <= end; i += kLanes) {
+      const Lanes here = load(x + i);
+      const Lanes w = load(weights + i);
+      for (int l = 0; l < kLevels; ++l) parts[l] += here >= splat(levels[l]) ? w : Lanes{};
+    }
+    for (int l = 0; l < kLevels; ++l) masses[l] += static_cast<double>(sum_lanes(parts[l]));
+  }
+  for (; i < n; ++i) {
+    for (int l = 0; l < kLevels; ++l) masses[l] += x[i] >= levels[l] ? weights[i] : 0.0F;
+  }
+}
+
+// Tokens with logits in [low, high), and the weight of those above.
+struct Slab {
+  float low, high;
+  double before;
+};
 
 struct Scratch {
   Candidate* items;
   Candidate* other;
-  double* weight;
+  double* sums;
+  float* weights;
 };
 
 Scratch carve_scratch(Carver& carver, int64_t vocab) {
   return {carver.take<Candidate>(vocab), carver.take<Candidate>(vocab),
-          carver.take<double>(vocab)};
+          carver.take<double>(vocab), carver.take<float>(vocab)};
 }
 
-int32_t draw_row(const float* x, int64_t vocab, const DrawRule& rule, const Scratch& scratch) {
-  const float best = largest(x, vocab);
-  if (!(std::fabs(best) < std::numeric_limits<float>::infinity())) {
-    return static_cast<int32_t>(first_equal(x, vocab, best));
+// One row without top-k and min-p: weights exp((x - best) / temperature) of the whole row.
+class WholeRow {
+ public:
+  WholeRow(const float* x, int64_t vocab, float best, double temperature, const Scratch& scratch)
+      : x_(x), vocab_(vocab), best_(best), temperature_(temperature), scratch_(scratch) {
+    constexpr double kSharpest = 1e30;  // where all but the best weigh nothing; 0 times it is 0
+    const auto sharpness = static_cast<float>(std::fmin(1.0 / temperature, kSharpest));
+    total_ = sum_of_exp(x, vocab, best, sharpness, scratch.weights);
   }
-  double total = 0.0;
+
+  int32_t draw(double top_p, double uniform) const {
+    if (top_p >= 1.0) return find(uniform * total_, false).id;
+    const Place last = find(top_p * total_, true);
+    const Place drawn = find(uniform * last.sum, false);
+    return drawn.sum < last.sum ? drawn.id : last.id;
+  }
+
+ private:
+  struct Place {
+    int32_t id;
+    double sum;  // of the weights down to it
+  };
+
+  // The first token in rank down to which the weights sum to more than the goal, or with `equal` to
+  // as much.
+  Place find(double goal, bool equal) const {
+    constexpr int64_t kFew = 256;
+    constexpr int kMostRounds = 5;
+    const auto reached = [=](double sum) { return sum > goal || (equal && sum == goal); };
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    Slab slab{-kInfinity, kInfinity, 0.0};
+    for (int round = 0; round < kMostRounds; ++round) {
+      narrow(slab, reached);
+      if (count_within(x_, vocab_, slab.low, slab.high) <= kFew) break;
+    }
+    const int64_t count = collect(x_, vocab_, slab.low, slab.high, scratch_.items);
+    sort_falling(scratch_.items, scratch_.other, count);
+    Place place{0, slab.before};
+    for (int64_t i = 0; i < count && (i == 0 || !reached(place.sum)); ++i) {
+      const Candidate& item = scratch_.items[i];
+      const double w = std::exp((static_cast<double>(item.logit) - best_) / temperature_);
+      if (i > 0 && w == 0.0) break;
+      place = {item.id, place.sum + w};
+    }
+    return place;
+  }
+
+  // Cuts the slab at a few levels and keeps the part that holds the answer. Levels are chosen by
+  // the distance to the best logit, in temperatures: first where weights are large at all.
+  template <class Reached>
+  void narrow(Slab& slab, const Reached& reached) const {
+    constexpr double kFirst[kLevels] = {1, 2, 3, 4, 6, 8, 12, 16};
+    constexpr double kFarthest = 104;  // beyond, a float has no number for the weight
+    const bool first = slab.before == 0.0 && slab.low < -std::numeric_limits<float>::max();
+    const double top = slab.high < best_ ? (best_ - slab.high) / temperature_ : 0.0;
+    const double bottom =
+        std::fmax(top, std::fmin(kFarthest, (best_ - slab.low) / temperature_));
+    float levels[kLevels];
+    for (int l = 0; l < kLevels; ++l) {
+      const double distance = first ? kFirst[l] : top + (bottom - top) * (l + 1) / kLevels;
+      levels[l] = static_cast<float>(best_ - distance * temperature_);
+    }
+    double masses[kLevels];
+    masses_above(x_, scratch_.weights, vocab_, levels, masses);
+    for (int l = 0; l < kLevels; ++l) {
+      if (levels[l] <= slab.low || levels[l] >= slab.high) continue;
+      if (reached(masses[l])) {
+        slab.low = levels[l];
+        return;
+      }
+      slab.high = levels[l];
+      slab.before = masses[l];
+    }
+  }
+
+  const float* x_;
+  int64_t vocab_;
+  double best_, temperature_;
+  const Scratch& scratch_;
+  double total_;
+};
+
+int32_t draw_row(const float* x, int64_t vocab, const DrawRule& rule, const Scratch& scratch) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float best = largest(x, vocab);
+  if (!(std::fabs(best) < kInfinity)) return static_cast<int32_t>(first_equal(x, vocab, best));
   if (rule.top_k <= 0 && rule.min_p <= 0.0) {
-    total = sum_of_exp(x, vocab, best, static_cast<float>(1.0 / rule.temperature));
+    return WholeRow(x, vocab, best, rule.temperature, scratch).draw(rule.top_p, rule.uniform);
   }
   double reach = 4.0;
   if (rule.min_p > 0.0) reach = std::fmax(reach, 1.0 - std::log(rule.min_p));
   for (;; reach *= 2.0) {
-    const auto threshold = static_cast<float>(best - reach * rule.temperature);
     const bool whole = !(reach < 64.0);
-    const int64_t count = collect(x, vocab, whole ? kLowest : threshold, scratch.items);
+    const auto low = whole ? kLowest : static_cast<float>(best - reach * rule.temperature);
+    const int64_t count = collect(x, vocab, low, kInfinity, scratch.items);
+    // Candidates that reach beyond min-p are all there is.
     if (!whole && rule.top_k > count && rule.min_p <= 0.0) continue;
     sort_falling(scratch.items, scratch.other, count);
-    const int32_t token =
-        choose(scratch.items, count, scratch.weight, rule, whole ? -1.0 : total, best);
-    if (token >= 0) return token;
+    return choose(scratch.items, count, scratch.sums, rule, best);
   }
 }
 
