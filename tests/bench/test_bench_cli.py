@@ -100,6 +100,16 @@ def test_half_the_bytes_of_a_token_hold_twice_the_tokens_and_admit_twice_the_req
     assert all(sweep["ended_by_memory"] for sweep in found["sweeps"].values())
 
 
+def test_one_prompt_alone_is_as_long_as_the_smallest_cache_allows(tiny):
+    found = values(
+        *("compare", "bf16/bf16", "bf16/fp8", "--model", tiny, "--cache-memory", "64KiB"),
+        *("--input", 12, "--output", 3, "--concurrency", 1, "--repeats", 1, "--threads", 1),
+    )
+    assert found["valid"]
+    smallest = min(target["max_model_len"] for target in found["targets"].values())
+    assert {a["prompt_tokens"] for a in found["alone"].values()} == {smallest - 65}
+
+
 def test_comparisons_pair_the_same_prompts(tiny):
     found = values(
         "compare", "bf16/bf16", "int8/bf16", "--model", tiny, *SMALL, "--alone", 40, "--repeats", 2

@@ -24,8 +24,13 @@ DIFFERENT_HITS = 0.02
 """Hit rates further apart than this make a comparison one of caches, not of plans."""
 
 
-def alone_plan(plan: Plan, prompt: int) -> Plan:
-    """One prompt of `prompt` tokens at a time: prefill shows in the TTFT, decode in the TPOT."""
+def alone_plan(plan: Plan, prompt: int, longest: int = 0) -> Plan:
+    """One prompt of `prompt` tokens at a time: prefill shows in the TTFT, decode in the TPOT.
+
+    Fewer tokens where a request may have no more than `longest` (0: any number).
+    """
+    if longest:
+        prompt = max(1, min(prompt, longest - _ALONE_OUTPUT))
     work = Synthetic(Lengths.parse(prompt), Lengths.parse(_ALONE_OUTPUT))
     return Plan(work, plan.goals, plan.seed, requests=_ALONE_REQUESTS)
 

@@ -84,10 +84,11 @@ def measure_several(
 ) -> Results:
     """Every load on all targets in turn, and one request of `alone` tokens at a time."""
     told = [target.describe() for target in targets.values()]
-    plan = wishes.plan(min((t.max_model_len for t in told if t.max_model_len), default=0))
+    longest = min((t.max_model_len for t in told if t.max_model_len), default=0)
+    plan = wishes.plan(longest)
     parts = {"": (plan, loads)}
     if alone:
-        parts[ALONE] = (alone_plan(plan, alone), [Load(1)])
+        parts[ALONE] = (alone_plan(plan, alone, longest), [Load(1)])
     environment = _environment()
     with _telling(quiet=quiet) as tell:
         for name, target in targets.items():
