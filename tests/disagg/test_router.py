@@ -49,6 +49,15 @@ async def test_the_decode_worker_may_speak_before_the_prefill_worker():
     assert (await answer(router, ask()))[0] == {"a": [1, 2]}
 
 
+async def test_a_request_that_ends_before_prefill_hears_of_it_is_not_aborted_there():
+    router = router_over([always(0.05, HANDOFF)], [always(tokens(1, end=STOP))])
+    assert (await answer(router, ask()))[0] == {"a": [1]}
+    assert router.fleet.prefill[0].engine.closed == 0  # closing it would abort the hand-off
+    await asyncio.sleep(0.1)
+    assert router.fleet.prefill[0].engine.closed == 1
+    assert not router._trailing
+
+
 async def test_what_ends_with_its_first_token_comes_from_the_prefill_worker():
     router = router_over([always(tokens(7, end=LENGTH))], [always()])
     found, last = await answer(router, ask())

@@ -41,6 +41,14 @@ _FIRST_DELAY, _LAST_DELAY = 0.02, 1.0
 
 OnLoss = Literal["recompute", "fail"]
 
+LAST_WORDS = 120.0
+"""Seconds that a prefill worker has to say that a request was taken over, if that ended before."""
+
+_Reading = tuple[asyncio.Task[Output], AsyncGenerator[Output, None]]
+"""The next output of a stream, and the stream."""
+
+_Trailing = set[asyncio.Task[None]]
+
 _News = asyncio.Queue[Output | Exception | None]
 """Outputs of all requests of one reader, or an error that ends them; None: look what is open."""
 
@@ -94,6 +102,7 @@ class PoolRouter:
         self._open: dict[str, _News] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._hello: Hello | None = None
+        self._trailing: _Trailing = set()
         self._resent = {"worker_lost": 0, "pages_lost": 0}
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────
@@ -115,6 +124,9 @@ class PoolRouter:
         """End all workers. Requests that are still open raise EngineDeadError."""
         await self.fleet.stop()
         self.abort_all("the workers have ended")
+        for closing in list(self._trailing):
+            closing.cancel()
+        await asyncio.gather(*self._trailing, return_exceptions=True)
 
     @property
     def hello(self) -> Hello:
@@ -246,7 +258,7 @@ class PoolRouter:
         )
         pair.open()
         try:
-            async with aclosing(_both(one, other, sent, pair)) as outputs:
+            async with aclosing(_both(one, other, sent, pair, self._trailing)) as outputs:
                 async for output in outputs:
                     output.id = request.id
                     yield self._checked(output, known)
@@ -330,12 +342,14 @@ class PoolRouter:
 
 
 async def _both(
-    one: AsyncEngine, other: AsyncEngine, request: Request, pair: _Pair
+    one: AsyncEngine, other: AsyncEngine, request: Request, pair: _Pair, trailing: _Trailing
 ) -> AsyncGenerator[Output, None]:
     """What both workers say of a request, as if one did.
 
-    The decode worker may speak first: the prefill worker hears of the admission between two steps.
+    The decode worker may speak first, and even end the request: the prefill worker hears of the
+    admission between two steps. It must not be told to abort what has been handed over.
     """
+    ended = False
     from_one, from_other = one.generate(request), other.follow(request.id)
     first = asyncio.create_task(anext(from_one))
     second = asyncio.create_task(anext(from_other))
@@ -351,13 +365,26 @@ async def _both(
         output = await second
         while True:
             output.worker = str(pair)
+            ended = output.finish is not None
             yield output
-            if output.finish is not None:
+            if ended:
                 return
             output = await anext(from_other)
     finally:
-        for task in (first, second):
-            task.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
-        await from_one.aclose()
-        await from_other.aclose()
+        # In a task of its own: whoever waits here may be cancelled at any moment, too.
+        patience = LAST_WORDS if ended else 0.0
+        closing = asyncio.create_task(_close((second, from_other), (first, from_one), patience))
+        trailing.add(closing)
+        closing.add_done_callback(trailing.discard)
+        if not ended:
+            await asyncio.shield(closing)
+
+
+async def _close(other: _Reading, one: _Reading, patience: float) -> None:
+    """Leave the decode worker, let the prefill worker say its last word within some seconds."""
+    for (task, stream), seconds in ((other, 0.0), (one, patience)):
+        if seconds:
+            await asyncio.wait({task}, timeout=seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await stream.aclose()
