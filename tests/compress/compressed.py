@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from bifolio.formats import PrecisionPlan, WeightFormat
 from bifolio.kernels.reference import ReferenceOps
 from bifolio.models.loader import load_models
 from bifolio.models.source import resolve_source
+from bifolio.quant import encode
 from bifolio.testing.forward import PagedRun
-from bifolio.testing.tiny import tiny_config, write_model
+from bifolio.testing.tiny import random_weights, tiny_config, write_model, write_weights
 
 IDS = list(range(100, 130))
 LATENT = {"q_lora_rank": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
@@ -34,6 +36,30 @@ SMALL: dict[str, dict[str, Any]] = {
 def write_source(folder: Path, family: str = "llama", shards: int = 2, **config: Any) -> Path:
     sizes = SMALL[family] | {"torch_dtype": "bfloat16"} | config
     return write_model(folder, tiny_config(family, **sizes), dtype=torch.bfloat16, shards=shards)
+
+
+def write_block_fp8(folder: Path, **config: Any) -> Path:
+    """DeepSeek-V3's family as it is published: linear layers in e4m3, a scale per 128 × 128."""
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    sizes = SMALL["deepseek_v3"] | {"torch_dtype": "bfloat16"} | config
+    whole = tiny_config("deepseek_v3", quantization_config=quantization, **sizes)
+    write_model(folder, whole, dtype=torch.bfloat16)
+    stored = {}
+    for name, tensor in random_weights(whole, dtype=torch.bfloat16).items():
+        if re.search(r"_proj(_with_mqa)?\.weight$", name):
+            coded = encode(tensor, WeightFormat.parse("fp8"))
+            assert coded.scales is not None
+            stored |= {name: coded.codes, f"{name}_scale_inv": coded.scales}
+        else:
+            stored[name] = tensor
+    (folder / "model.safetensors").unlink()
+    write_weights(folder, stored, shards=3)
+    return folder
 
 
 def compress(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed import compress, logits, write_source
+from compressed import compress, logits, write_block_fp8, write_source
 from safetensors import safe_open
 
 from bifolio.compress.catalogue import catalogue
@@ -74,7 +74,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "source", "deepseek_v3", shards=3)
+    source = write_block_fp8(tmp_path / "source")
     compress(source, tmp_path / "whole", "int4:g32", shard_bytes=SHARD)
     killed = tmp_path / "killed"
     assert run(source, killed, 0.3) == -signal.SIGKILL
@@ -86,6 +86,25 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert len(list(killed.glob("*.safetensors"))) > 3
     for name, written in first.items():
         assert (killed / name).stat().st_mtime_ns == written, "what was finished is not made again"
+
+
+def test_block_fp8_with_experts_like_kimis_has_the_size_of_the_arithmetic(tmp_path: Path) -> None:
+    """Experts of [n, k]: n k + 4 ceil(n / 128) ceil(k / 128) B before; after it n k / 2 and a scale
+    of 2 B for 32, and 16 B for the shape. What stays goes from fp8 to bf16."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 12}
+    source = write_block_fp8(tmp_path / "source", **sizes, n_shared_experts=1)
+    report = compress(source, tmp_path / "small", "int4:g32", only=Only.EXPERTS)
+    experts = next(kind for kind in report.kinds if kind.kind == "routed_experts")
+    matrices, numbers = 3 * 12 * 3, 256 * 128
+    assert experts.before == matrices * (numbers + 4 * 2)
+    assert experts.after == matrices * (numbers // 2 + numbers // 32 * 2 + 16)
+    assert experts.after / experts.before == pytest.approx(0.5625, rel=0.001)
+    shared = next(kind for kind in report.kinds if kind.kind == "shared_experts")
+    assert (shared.before, shared.after) == (9 * (numbers + 8), 9 * 2 * numbers)
+    before, after = (SourceModel(resolve_source(str(tmp_path / n))) for n in ("source", "small"))
+    for name in before.shapes:
+        if name.endswith("_proj.weight") and ".experts." not in name:
+            assert torch.equal(before.numbers(name).bfloat16().float(), after.numbers(name)), name
 
 
 def test_another_recipe_does_not_go_on_with_what_is_there(tmp_path: Path) -> None:

@@ -59,5 +59,8 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for name in columns:
         left = name in ("tensors", "layer", "at")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "at")
+        long = name == "at"
+        table.add_column(
+            name, justify="left" if left else "right", no_wrap=not long, overflow="fold"
+        )
     return table
