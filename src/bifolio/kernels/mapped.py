@@ -24,6 +24,9 @@ PAGE = mmap.PAGESIZE
 _AHEAD = 8
 """Records that are on their way from the disk while others are computed with."""
 
+_ASK_BYTES = 128 << 10
+"""The system may cut a wish to its read-ahead window, and this is the least one in use."""
+
 _ASK_AGAIN = 1.0
 """Seconds after which a record may have left memory again. Asking for one that is there costs a
 tenth of computing with it."""
@@ -60,7 +63,14 @@ class MappedFile:
     def ask_for(self, start: int, count: int) -> None:
         """Let the system read bytes ahead of their use. `start` lies on a page."""
         with suppress(AttributeError, OSError):  # a system without it, or one that refuses
-            self._map.madvise(mmap.MADV_WILLNEED, start, count)
+            for at in range(start, start + count, _ASK_BYTES):
+                piece = min(_ASK_BYTES, start + count - at)
+                self._map.madvise(mmap.MADV_WILLNEED, at, piece)
+
+    def read_exactly(self) -> None:
+        """Let the system read nothing beyond what is used or asked for."""
+        with suppress(AttributeError, OSError):
+            self._map.madvise(mmap.MADV_RANDOM)
 
     def let_go(self, start: int, count: int) -> None:
         """Give the memory of bytes back; who reads them later reads the disk."""

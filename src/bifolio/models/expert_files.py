@@ -150,6 +150,7 @@ class ExpertFiles:
         file = MappedFile(path)
         if self._shelf.limited:
             file.let_go(0, file.nbytes)  # what packing left in memory
+            file.read_exactly()
         return [self._map(file, entry) for entry in entries]
 
     def _map(self, file: MappedFile, entry: _Entry) -> list[NativeWeight]:
