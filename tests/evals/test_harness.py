@@ -14,7 +14,7 @@ from bifolio.evals.harness import HarnessModel, _lm_eval, compare_harness, local
 from bifolio.evals.subject import Setup, Subject, Texts
 from bifolio.testing.tiny import tiny_config, write_model
 
-TOKENS = 256
+TOKENS = 512
 
 
 @dataclass
@@ -72,7 +72,7 @@ def test_the_likelihood_of_two_parts_is_that_of_the_whole(model: HarnessModel) -
 
 
 def test_rolling_likelihood_covers_every_token_of_a_long_text(model: HarnessModel) -> None:
-    text = "the river runs to the sea and " * 60
+    text = "the river runs to the sea and " * 120
     short, long = model.loglikelihood_rolling([Asked(("the river",)), Asked((text,))])
     assert long < 20 * short < 0
 
@@ -89,8 +89,8 @@ def ids_of(model: HarnessModel, text: str) -> list[int]:
 def test_what_cannot_be_compared_is_refused(model: HarnessModel) -> None:
     with pytest.raises(ConfigError, match="only greedy"):
         model.generate_until([Asked(("a", {"temperature": 0.7}))])
-    with pytest.raises(ConfigError, match="the model knows 256"):
-        model.generate_until([Asked(("a" * 300, {}))])
+    with pytest.raises(ConfigError, match="the model knows 512"):
+        model.generate_until([Asked(("a" * 600, {}))])
     with pytest.raises(ConfigError, match="no local task 'nothing'"):
         local_config("nothing", Path())
 

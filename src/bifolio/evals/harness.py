@@ -231,8 +231,15 @@ def _evaluate(
     model = HarnessModel(subject, texts, longest)
     progress(f"{setup.plan}: lm-eval")
     evaluator = _lm_eval("evaluator")
+    # Its own thousands of task files are read only where one of them is asked for.
+    own = any(isinstance(task, str) for task in tasks)
     results = evaluator.simple_evaluate(
-        model=_as_lm(model), tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=True
+        model=_as_lm(model),
+        tasks=list(tasks),
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=True,
+        task_manager=_lm_eval("tasks").TaskManager(include_defaults=own),
     )
     version = getattr(_lm_eval(""), "__version__", "?")
     found = [

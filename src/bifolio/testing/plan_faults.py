@@ -60,8 +60,12 @@ class _FaultyOps(NativeOps):
     ) -> Tensor:
         if self._fault is PlanFault.CACHE_SCALE:
             assert cache.spec.cache.static_scales, "this fault needs a cache in fp8"
-            scales = torch.full((cache.spec.kv_heads,), SCALE_ERROR)
-            cache = replace(cache, k_scales=scales, v_scales=scales)
+            unit = torch.ones(cache.spec.kv_heads)
+            k_scales, v_scales = (
+                SCALE_ERROR * (unit if held is None else held)
+                for held in (cache.k_scales, cache.v_scales)
+            )
+            cache = replace(cache, k_scales=k_scales, v_scales=v_scales)
         elif self._fault is PlanFault.ZEROED_LAYER and cache.layer == self._layer:
             start = cache.spec.layer_offset(cache.layer)
             cache.pool[:, start : start + cache.spec.layer_bytes] = 0
