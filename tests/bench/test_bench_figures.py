@@ -83,6 +83,14 @@ def test_the_peak_is_the_fastest_load_and_admission_ends_where_fewer_run_than_ar
     assert sweep_of(points[:2]).admitted is None
 
 
+def test_a_load_that_brings_next_to_nothing_more_is_not_the_peak():
+    points = [
+        Point("", "", Load(c), (run(Load(c), rate, c),), 1.0)
+        for c, rate in ((1, 10), (4, 99), (8, 100), (16, 100.5))
+    ]
+    assert sweep_of(points).peak.load.concurrency == 4
+
+
 @pytest.mark.parametrize("unlike", [{"waiting": 0}, {"requests": 14}, {"running": 16}])
 def test_fewer_requests_than_seats_do_not_mean_that_admission_ended(unlike):
     fields = {"rate": 10, "running": 14, "requests": 40} | unlike

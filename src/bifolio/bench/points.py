@@ -13,6 +13,9 @@ from bifolio.bench.session import Load, Run
 FULL = 0.9
 """Share of the cache in use from which on memory is what keeps further requests out."""
 
+NEAR = 0.98
+"""Share of the highest throughput that counts as the peak."""
+
 _P = (50, 95, 99)
 
 
@@ -141,7 +144,8 @@ def points_of(runs: Sequence[Run], price: float) -> list[Point]:
 class Sweep:
     """What the closed-loop points of one target show together.
 
-    `peak` is the point with the most output tokens a second. `admitted` is where admission ended:
+    `peak` is the lowest load that is within 2 % of the most output tokens a second: beyond it,
+    requests only wait longer. `admitted` is where admission ended:
     the most requests that ran at a time while more were open; None where all were always taken.
     `full` says that the cache was full then, so that memory ended it and not a limit on requests.
     """
@@ -164,7 +168,9 @@ def sweep_of(points: Sequence[Point]) -> Sweep:
     """Peak and end of admission, of the points of one target."""
     closed = [point for point in points if point.load.concurrency is not None]
     valid = [point for point in closed if not point.invalid]
-    peak = max(valid, key=lambda point: point.output_rate.middle, default=None)
+    most = max((point.output_rate.middle for point in valid), default=0.0)
+    near = [point for point in valid if point.output_rate.middle >= NEAR * most]
+    peak = min(near, key=lambda point: point.load.concurrency or 0, default=None)
     stopped = [point for point in closed if point.refused]
     if not stopped:
         return Sweep(peak, None)

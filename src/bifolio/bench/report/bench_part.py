@@ -199,6 +199,7 @@ def section(bench: Bench, plots: Sequence[Any]) -> Section:
         )
         + "± is half the range of the repeats. Tokens are the engine's own count. "
         f"Costs at a price of {bench['price_per_hour']:g} an hour, per million output tokens, "
-        "prefill included. The peak of each plan is marked."
+        "prefill included. Marked is the peak of each plan: the lowest load within 2 % of the "
+        "most. Dotted lines stand where admission ends."
     ]
     return Section("Speed and cost, measured here", text, tables, plots, notes=bench["warnings"])
