@@ -173,6 +173,7 @@ class _Stream(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._network.opened(self)
         self._timer = asyncio.get_running_loop().call_later(PROOF_SECONDS, self.drop)
         if self._client is None:
             if not self._network.admit_stranger(self):
@@ -187,7 +188,7 @@ class _Stream(asyncio.BufferedProtocol):
         self._expect(_NONCE_BYTES + _PROOF_BYTES, self._answered)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._network.forget_stranger(self)
+        self._network.ended(self)
         if self._timer is not None:
             self._timer.cancel()
         if self.owner is not None:
@@ -209,6 +210,10 @@ class _Stream(asyncio.BufferedProtocol):
     def write(self, data: bytes | memoryview) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+    @property
+    def closing(self) -> bool:
+        return self._transport is not None and self._transport.is_closing()
 
     def drop(self) -> None:
         if self._transport is not None:
@@ -324,6 +329,7 @@ class Network:
         self._thread = threading.Thread(target=self._run, name="bifolio-tcp", daemon=True)
         self._server: asyncio.Server | None = None
         self._strangers: set[_Stream] = set()
+        self._streams: set[_Stream] = set()
         self._groups: dict[bytes, TcpTransport] = {}
         self._accepted: deque[TcpTransport] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -399,11 +405,13 @@ class Network:
         async def finish() -> None:
             if self._server is not None:
                 self._server.close()
-            for stream in list(self._strangers):
-                stream.drop()
-            for owner in list(self._groups.values()):
-                owner.lose()
-            await asyncio.sleep(0)
+            end = self._loop.time() + _FLUSH_SECONDS
+            while any(s.closing for s in self._streams) and self._loop.time() < end:
+                await asyncio.sleep(0.002)
+            while self._streams and self._loop.time() < end + _FLUSH_SECONDS:
+                for stream in list(self._streams):
+                    stream.drop()
+                await asyncio.sleep(0.002)
 
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(finish(), self._loop).result()
@@ -425,6 +433,13 @@ class Network:
         self._loop.run_forever()
 
     # ── in the thread of the network ─────────────────────────────────────────────────────────
+
+    def opened(self, stream: _Stream) -> None:
+        self._streams.add(stream)
+
+    def ended(self, stream: _Stream) -> None:
+        self._streams.discard(stream)
+        self._strangers.discard(stream)
 
     def admit_stranger(self, stream: _Stream) -> bool:
         self._strangers.add(stream)
