@@ -41,8 +41,8 @@ _NUMBERS: tuple[tuple[list[int]], ...] = (
 _TEXTS = (("banana split",), ("",), ("Aardvark",), ("zzz top",))
 
 
-def _functions(k: int, letter: str) -> list[_Function]:
-    """Families of functions with a constant and a letter of their own."""
+def _of_numbers(k: int) -> list[_Function]:
+    """Families of functions with a constant."""
     return [
         _Function(f"add_{k}", "x", f"Return x plus {k}.", lambda x: x + k, ((1,), (0,), (-9,))),
         _Function(
@@ -90,6 +90,12 @@ def _functions(k: int, letter: str) -> list[_Function]:
             lambda x: min(x, k),
             ((0,), (k + 5,)),
         ),
+    ]
+
+
+def _of_texts(k: int, letter: str) -> list[_Function]:
+    """Families of functions with a letter or a constant."""
+    return [
         _Function(
             f"count_{letter}",
             "text",
@@ -126,7 +132,8 @@ def coding(count: int, seed: int) -> list[Task]:
     draw = random.Random(f"coding {seed}")
     items = []
     for i in range(count):
-        families = _functions(draw.randint(2, 40), draw.choice("abdeikrst"))
+        k, letter = draw.randint(2, 40), draw.choice("abdeikrst")
+        families = [*_of_numbers(k), *_of_texts(k, letter)]
         one = families[i % len(families)]
         tests = "".join(f"assert {one.name}(*{t!r}) == {one.right(*t)!r}\n" for t in one.tries)
         head = f'def {one.name}({one.parameters}):\n    """{one.doc}"""\n'
