@@ -4,14 +4,16 @@
 
 The choice of the top k positions has no gradient, so the work goes in three stages, as for the
 models that were published: dense training, which `train_tiny.py` has done (the weights have the
-same shapes and names); then the indexer alone, which learns by KL where the dense attention looks;
-then all weights with attention over the chosen positions only, while the indexer goes on learning
-where, among these, attention looks. The last layer shares the choice of the one before it.
+same shapes and names); then the indexer learns by KL where the dense attention looks; then
+attention sees the chosen positions only, while the indexer goes on learning where, among these, it
+looks. The last layer shares the choice of the one before it. With `--experts` only the experts with
+the most tokens stay, and the others' work is learned again on the way.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import sys
@@ -45,9 +47,8 @@ SHARED = (
 )
 
 
-def widen(folder: Path, top_k: int, seed: int) -> GlmMoeDsaForCausalLM:
-    """The dense model's weights in the GLM shape, in fp32, beside new indexers."""
-    dense = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def widen(dense: DeepseekV3ForCausalLM, top_k: int, seed: int) -> GlmMoeDsaForCausalLM:
+    """The dense model's weights in the GLM shape, beside new indexers."""
     config = GlmMoeDsaConfig(
         **{name: getattr(dense.config, name) for name in SHARED.split()},
         indexer_types=TYPES,
@@ -62,6 +63,34 @@ def widen(folder: Path, top_k: int, seed: int) -> GlmMoeDsaForCausalLM:
     assert all(".indexer." in name for name in missing)
     model.config._experts_implementation = "sorted_mm"
     return model
+
+
+@torch.no_grad()
+def keep_experts(dense: DeepseekV3ForCausalLM, count: int, seed: int) -> DeepseekV3ForCausalLM:
+    """The model with the `count` experts of each layer that get the most tokens."""
+    loads: dict[nn.Module, Tensor] = {}
+
+    def add(router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        loads[router] = loads.get(router, 0) + output[2].flatten().bincount(minlength=total)
+
+    total = dense.config.n_routed_experts
+    moes = [layer.mlp for layer in dense.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [moe.gate.register_forward_hook(add) for moe in moes]
+    ids, targets = batch(random.Random(f"experts {seed}"), 16, 512)
+    answer_logits(dense, ids, targets)
+    for hook in hooks:
+        hook.remove()
+    config = copy.deepcopy(dense.config)
+    config.n_routed_experts = config.num_local_experts = count
+    state = dense.state_dict()
+    for name, value in state.items():
+        layer, _, part = name.partition(".mlp.")
+        if part.startswith(("gate.", "experts.")):
+            chosen = loads[dense.get_submodule(f"{layer}.mlp.gate")].topk(count).indices.sort()[0]
+            state[name] = value[chosen]
+    smaller = DeepseekV3ForCausalLM(config).float()
+    smaller.load_state_dict(state)
+    return smaller
 
 
 class Choosing:
@@ -168,11 +197,11 @@ def _others(scores: Tensor, chosen: Tensor) -> Tensor:
 def teach(
     model: GlmMoeDsaForCausalLM, choosing: Choosing, arguments: argparse.Namespace, log: Path
 ) -> None:
-    """First half of the time the indexers alone, second half everything on the chosen positions."""
+    """The first half of the time with dense attention, the second on the chosen positions."""
     indexers = [w for name, w in model.named_parameters() if ".indexer." in name]
     others = [w for name, w in model.named_parameters() if ".indexer." not in name]
     optimizer = torch.optim.AdamW(
-        [{"params": indexers, "top": 3e-3}, {"params": others, "top": 3e-4}],
+        [{"params": indexers, "top": 3e-3}, {"params": others, "top": 5e-4}],
         betas=(0.9, 0.98),
         weight_decay=0.0,
     )
@@ -181,12 +210,11 @@ def teach(
         rng = random.Random(f"{arguments.seed}/{step}")
         choosing.sparse = done >= 0.5
         ids, targets = batch(rng, arguments.rows, rng.choice(arguments.row_lengths))
-        with torch.set_grad_enabled(choosing.sparse):
-            logits, wanted = answer_logits(model, ids, targets)
+        logits, wanted = answer_logits(model, ids, targets)
         loss = nn.functional.cross_entropy(logits, wanted)
         distance = choosing.loss()
-        (loss + distance if choosing.sparse else distance).backward()
-        fall = min(1.0, 2 * (1 - done)) if choosing.sparse else 1.0
+        (loss + distance).backward()
+        fall = min(1.0, 2 * (1 - done))
         for group in optimizer.param_groups:
             group["lr"] = group["top"] * fall * min(1.0, (step + 1) / 20)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -213,6 +241,7 @@ def main(options: Sequence[str] | None = None) -> None:
     parser.add_argument("dense", type=Path, help="checkpoint of train_tiny.py")
     parser.add_argument("--out", type=Path, required=True, help="folder of log and checkpoint")
     parser.add_argument("--top-k", type=int, default=64, help="positions that attention may see")
+    parser.add_argument("--experts", type=int, help="keep so many in each layer; all by default")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--steps", type=int, help="length of the schedule in steps instead")
     parser.add_argument("--rows", type=int, default=2, help="per step")
@@ -223,7 +252,10 @@ def main(options: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(options)
     arguments.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = widen(arguments.dense, arguments.top_k, arguments.seed)
+    dense = DeepseekV3ForCausalLM.from_pretrained(arguments.dense, dtype=torch.float32)
+    if arguments.experts:
+        dense = keep_experts(dense, arguments.experts, arguments.seed)
+    model = widen(dense, arguments.top_k, arguments.seed)
     choosing = Choosing(model)
     found = {"dense": scores(model, arguments.questions, arguments.lengths)}
     teach(model, choosing, arguments, arguments.out / "log.jsonl")
