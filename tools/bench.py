@@ -1,28 +1,41 @@
 """Kernels and engine against the ceilings of this machine. The last line is JSON.
 
-    python tools/bench.py [--model smollm2-135m] [--plans bf16/bf16 …] [--workloads c1 c8 …]
+    python tools/bench.py [--model smollm2-135m | --random qwen2.5-0.5b]
+                          [--plans bf16/bf16 …] [--workloads c1 c8 …] [--kernels int8:a8 …]
 
 A ceiling takes every term at 100 %: bytes of weights and cache over the measured read bandwidth,
 operations over the measured peak of a loop in registers (`bifolio.planner.roofline`). Plans run
-alternately; a figure is the median of the repeats, ± half their range.
+alternately; a figure is the median of the repeats, ± half their range. Before them come the linear
+kernels alone (`bench_kernels.py`; the others: `bench_cache.py`), after them the start of a fresh
+process of each plan (`bench_start.py`). `--random qwen2.5-0.5b` takes random weights of that shape,
+made once (`make_random_model.py`). Through HTTP: `bifolio bench compare --server`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+import bench_kernels
+from bench_start import line, measure_start
 from bifolio.bench.engine_speed import Cell, compare
-from bifolio.bench.machine import measure_machine
+from bifolio.bench.machine import measure_machine, measure_peak
 from bifolio.bench.workload import BATCH_8, BATCH_32, DECODE_1, PREFILL
 from bifolio.config import parse_bytes
+from bifolio.formats import WeightFormat
 from bifolio.kernels.native import NativeOps
 
 PLANS = ("bf16/bf16", "fp8/fp8", "int8:a8/fp8", "auto/fp8", "int4:g32:a8/fp8")
+KERNELS = ("bf16", "int8:a8", "int4:g32:a8", "int4:g32:z:a8")
+KERNEL_ROWS = (1, 8, 32, 512)
 WORKLOADS = {work.name: work for work in (DECODE_1, BATCH_8, BATCH_32, PREFILL)}
 
 
@@ -44,14 +57,41 @@ def table(model: str, cells: list[Cell], workloads: list[str]) -> Table:
     return made
 
 
+def random_model(preset: str) -> str:
+    """The folder of random weights of a known shape, made if it is not there yet."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    folder = cache / "bifolio" / "random" / preset
+    if not (folder / "model.safetensors").exists():
+        tool = Path(__file__).with_name("make_random_model.py")
+        subprocess.run([sys.executable, tool, preset, folder], check=True)
+    return str(folder)
+
+
+def measure_kernels(ops: NativeOps, formats: list[str], shape: str) -> list[bench_kernels.Result]:
+    """The product of gate and up in each format, printed as it comes."""
+    peaks = {name: measure_peak(ops, name) for name in ("fp32", "bf16", "int8")}
+    found = []
+    for fmt in formats:
+        for rows in KERNEL_ROWS:
+            parsed = WeightFormat.parse(fmt)
+            found.append(bench_kernels.measure(ops, peaks, shape, "gate_up", parsed, rows))
+            bench_kernels.show(found[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", default="smollm2-135m")
+    which.add_argument("--random", choices=list(bench_kernels.MODELS), help="a shape")
     parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cache-memory", type=parse_bytes, default=2**30)
+    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), help="formats; or none")
+    parser.add_argument("--starts", nargs="*", default=None, help="plans; all by default, or none")
     options = parser.parse_args()
+    model = random_model(options.random) if options.random else options.model
     ops = NativeOps()
     machine = measure_machine(ops)
     console = Console()
@@ -59,20 +99,27 @@ def main() -> None:
         f"{ops.threads} threads, {ops.isa}: reads {machine.read_bytes / 1e9:.1f} GB/s, "
         f"bf16 {machine.bf16_ops / 1e9:.0f} Gop/s, int8 {(machine.int8_ops or 0) / 1e9:.0f} Gop/s"
     )
+    kernels = measure_kernels(ops, options.kernels, options.random or "smollm2-135m")
     cells = compare(
-        options.model,
+        model,
         options.plans,
         [WORKLOADS[name] for name in options.workloads],
         machine,
         repeats=options.repeats,
         cache_memory=options.cache_memory,
     )
-    console.print(table(options.model, cells, options.workloads))
+    console.print(table(options.random or model, cells, options.workloads))
+    starts = {}
+    for plan in options.plans if options.starts is None else options.starts:
+        starts[plan] = measure_start(model, plan)
+        print(line(plan, starts[plan]), flush=True)
     print(
         json.dumps(
             {
-                "model": options.model,
+                "model": options.random or model,
                 "machine": asdict(machine),
+                "kernels": [asdict(k) | {"of_ceiling": k.ratio} for k in kernels],
+                "starts": starts,
                 "cells": [
                     asdict(c) | {"rate": c.rate, "of_ceiling": c.rate / c.ceiling} for c in cells
                 ],

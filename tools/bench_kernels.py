@@ -88,6 +88,16 @@ def measure(
     )
 
 
+def show(found: Result) -> None:
+    """Print a result as a line of the table."""
+    print(
+        f"{found.model:13} {found.name:8} {found.format:14} {found.rows:4} "
+        f"{found.microseconds:9.1f} {found.ceiling_microseconds:9.1f}  {found.ratio:4.0%} "
+        f"{found.bound}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
@@ -103,7 +113,7 @@ def main() -> None:
         f"{ops.isa}, {ops.threads} threads; reads {measure_reads(ops) / 1e9:.1f} GB/s; peaks "
         + ", ".join(f"{name} {peak / 1e9:.0f} G/s" for name, peak in peaks.items())
     )
-    print(f"{'model':13} {'product':8} {'format':12} {'rows':>4} {'µs':>9} {'ceiling':>9}  of it")
+    print(f"{'model':13} {'product':8} {'format':14} {'rows':>4} {'µs':>9} {'ceiling':>9}  of it")
     results = []
     for model in args.models:
         for fmt in args.formats:
@@ -111,11 +121,7 @@ def main() -> None:
                 for rows in args.rows:
                     found = measure(ops, peaks, model, name, WeightFormat.parse(fmt), rows)
                     results.append(found)
-                    print(
-                        f"{model:13} {name:8} {fmt:12} {rows:4} {found.microseconds:9.1f} "
-                        f"{found.ceiling_microseconds:9.1f}  {found.ratio:4.0%} {found.bound}",
-                        flush=True,
-                    )
+                    show(found)
     report = {
         "isa": ops.isa,
         "threads": ops.threads,
