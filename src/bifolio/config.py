@@ -91,6 +91,8 @@ class ServerConfig(_Frozen):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: tuple[str, ...] = ()
+    admin_key: str = ""
+    """Lets its owner look at and change the workers of two pools; empty: nobody."""
     served_name: str = ""
     chat_template: str = ""
     max_request_bytes: int = 8 * 2**20
@@ -166,7 +168,7 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"unknown configuration key {key!r}; known keys: {', '.join(known)}")
         else:
             got = (
-                "" if "api_keys" in item["loc"] else f" (got {item['input']!r})"
+                "" if {"api_keys", "admin_key"} & set(item["loc"]) else f" (got {item['input']!r})"
             )  # they are secret
             lines.append(f"{key}: {item['msg']}{got}")
     return "; ".join(lines)

@@ -40,10 +40,17 @@ WATCH_SECONDS = 1.0
 """Time between two looks at the engine's health, for the log."""
 
 
-def launch(config: ServerConfig, *, until_stdin_closes: bool = False) -> None:
+Client = Callable[[ServerConfig, Callable[[Loading], None]], "AsyncEngine | PoolRouter"]
+"""Makes what the server stands on, not started, from a configuration and a listener to news."""
+
+
+def launch(
+    config: ServerConfig, *, until_stdin_closes: bool = False, client: Client | None = None
+) -> None:
     """Serve until SIGINT, SIGTERM or, if so asked, the end of standard input; then drain.
 
-    A start that fails raises its error, one that is stopped raises KeyboardInterrupt.
+    `client` is `client_of` unless it is given. A start that fails raises its error, one that is
+    stopped raises KeyboardInterrupt.
     """
     began = time.monotonic()
     screen = Console(stderr=True, highlight=False)
@@ -54,7 +61,7 @@ def launch(config: ServerConfig, *, until_stdin_closes: bool = False) -> None:
     with bind(config.host, config.port) as sock:
         with _reporter(screen) as report:
             source = resolve_source(config.engine.model, report)
-        run = _Run(_localized(config, source), source, sock, screen, began)
+        run = _Run(_localized(config, source), source, sock, screen, began, client or client_of)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 runner.run(run.serve())
@@ -98,7 +105,9 @@ class _Run:
         sock: socket.socket,
         screen: Console,
         began: float,
+        client: Client,
     ) -> None:
+        self._client = client
         self._config = config
         self._source = source
         self._sock = sock
@@ -114,7 +123,9 @@ class _Run:
             loop.add_signal_handler(number, self._on_signal)
         with _reporter(self._screen) as report:
             report("starting the engine", 0, 0)
-            engine = client_of(self._config, lambda news: report(news.stage, news.done, news.total))
+            engine = self._client(
+                self._config, lambda news: report(news.stage, news.done, news.total)
+            )
             text = await self._start(engine)
         try:
             await self._answer(engine, text)

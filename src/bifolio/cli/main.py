@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from bifolio import __version__
-from bifolio.cli import bench
+from bifolio.cli import bench, cluster
 from bifolio.cli.calibrate import calibrate
 from bifolio.cli.chat import chat
 from bifolio.cli.compress import compress
@@ -80,6 +80,7 @@ app.command()(chat)
 app.command()(plan)
 app.add_typer(eval_app)
 app.add_typer(bench.app)
+app.add_typer(cluster.app)
 app.command()(compress)
 app.command()(calibrate)
 app.command()(report)

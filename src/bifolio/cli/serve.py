@@ -165,6 +165,17 @@ ApiKeys = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-key",
+        help="Lets `bifolio cluster` look at and change the workers of two pools.",
+        envvar="BIFOLIO_ADMIN_KEY",
+        metavar="KEY",
+        show_default="nobody may",
+        rich_help_panel=NETWORK,
+    ),
+]
 ServedName = Annotated[
     str | None, _option(NETWORK, "Name of the model in the API.", "MODEL", "NAME")
 ]
@@ -213,6 +224,7 @@ def serve(
     host: Host = None,
     port: Port = None,
     api_keys: ApiKeys = None,
+    admin_key: AdminKey = None,
     served_name: ServedName = None,
     chat_template: ChatTemplate = None,
     drain_seconds: DrainSeconds = None,
@@ -259,6 +271,7 @@ def serve(
         "log_level": log_level.value if log_level is not None else None,
         "host": host,
         "port": port,
+        "admin_key": admin_key or None,
         "api_keys": tuple(api_keys) if api_keys else None,
         "served_name": served_name,
         "chat_template": chat_template,

@@ -1,4 +1,4 @@
-"""Worker processes of both pools on one host: started, introduced, watched, replaced.
+"""Worker processes of both pools: started, introduced, watched, replaced, added, removed.
 
 A decode worker listens; every prefill worker connects to every decode worker. A process that ends,
 or whose loop stops beating, is replaced under its name: it loads anew, is introduced anew, and
@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -29,6 +30,7 @@ from bifolio.engine.messages import (
     Loading,
     PeerNews,
 )
+from bifolio.engine.place import Here, Place
 from bifolio.errors import BifolioError, ConfigError, EngineDeadError
 
 log = structlog.get_logger(__name__)
@@ -53,14 +55,24 @@ _LONG_LIFE = 30.0
 OnLoading = Callable[[Loading], None]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the workers of a pool are made of."""
+
+    config: EngineConfig
+    factory: str
+    place: Callable[[], Place] = Here
+    """Where a worker runs; called once for each."""
+
+
 class Member:
     """A place for a worker process: its name and work stay, processes come and go."""
 
-    def __init__(self, name: str, pool: str, config: EngineConfig, factory: str) -> None:
+    def __init__(self, name: str, pool: str, work: Work) -> None:
         self.name = name
         self.pool = pool
-        self.config = config
-        self.factory = factory
+        self.work = work
+        self.place = work.place()
         self.engine: AsyncEngine | None = None
         self.address = ""
         """Decode: where it listens, once it does."""
@@ -106,21 +118,23 @@ class Fleet:
         *,
         transport: str = "shm",
         factories: tuple[str, str] = (PREFILL_FACTORY, DECODE_FACTORY),
+        places: tuple[Callable[[], Place], Callable[[], Place]] = (Here, Here),
         on_loading: OnLoading | None = None,
     ) -> None:
-        self.prefill = [
-            Member(f"p{i}", "prefill", config, factories[0]) for i, config in enumerate(prefill)
+        work = [
+            [Work(config, factory, place) for config in configs]
+            for configs, factory, place in zip((prefill, decode), factories, places, strict=True)
         ]
-        self.decode = [
-            Member(f"d{i}", "decode", config, factories[1]) for i, config in enumerate(decode)
-        ]
+        self.prefill = [Member(f"p{i}", "prefill", one) for i, one in enumerate(work[0])]
+        self.decode = [Member(f"d{i}", "decode", one) for i, one in enumerate(work[1])]
+        self._numbers = {"prefill": len(prefill), "decode": len(decode)}
         self.changed = asyncio.Event()
         self._transport = transport
         self._on_loading = on_loading
         self._secret = secrets.token_bytes(32)
         self._sockets: Path | None = None
         self._boots = 0
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._refusal = ""
         self._replacing = asyncio.Lock()
 
@@ -160,7 +174,7 @@ class Fleet:
         except BaseException:
             await self.stop()
             raise
-        self._watchers = [asyncio.create_task(self._watch(member)) for member in self.members]
+        self._watchers = {m.name: asyncio.create_task(self._watch(m)) for m in self.members}
 
     async def _first_pair(self) -> None:
         deadline = time.monotonic() + PAIR_SECONDS
@@ -178,11 +192,13 @@ class Fleet:
 
     async def stop(self) -> None:
         """End all processes."""
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         engines = [member.engine for member in self.members if member.engine is not None]
         await asyncio.gather(*(engine.stop() for engine in engines))
+        for member in self.members:
+            member.place.give_up()
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
 
@@ -190,8 +206,9 @@ class Fleet:
         """Start a process for a member and introduce it to the others."""
         on_loading = self._on_loading
         engine = AsyncEngine(
-            member.config,
-            factory=member.factory,
+            member.work.config,
+            factory=member.work.factory,
+            place=member.place,
             on_loading=None
             if on_loading is None
             else lambda news: on_loading(
@@ -217,7 +234,7 @@ class Fleet:
 
     def _where(self, member: Member) -> str:
         if self._transport == "tcp":
-            return "tcp:127.0.0.1:0"
+            return f"tcp:{member.place.host}:0"
         assert self._sockets is not None
         return f"shm:{self._sockets / f'{member.name}-{self._boots}'}"
 
@@ -244,13 +261,14 @@ class Fleet:
 
     def _reconnect(self, prefill: Member, name: str, refused: bool) -> None:
         """A connection between two living workers was lost: make it again in a moment."""
-        address = self.member(name).address
+        decode = next((member for member in self.decode if member.name == name), None)
+        address = decode.address if decode is not None else ""
         engine = prefill.engine
-        if refused or not address or engine is None:
+        if refused or decode is None or not address or engine is None:
             return
 
         def again() -> None:
-            same = prefill.engine is engine and self.member(name).address == address
+            same = prefill.engine is engine and decode.address == address
             if same and name not in prefill.peers:
                 engine.tell(Connect(name, address, self._secret))
 
@@ -316,9 +334,7 @@ class Fleet:
             return  # it is being replaced already
         member.draining = True
         try:
-            deadline = time.monotonic() + patience
-            while engine.open_requests and time.monotonic() < deadline and not engine.is_dead:
-                await asyncio.sleep(0.02)
+            await _drained(engine, patience)
             await engine.stop()  # its watcher starts the next
             while member.engine in (None, engine) or not self._has_partner(member):
                 await asyncio.sleep(0.02)
@@ -337,6 +353,58 @@ class Fleet:
             return bool(member.peers)
         return any(member.name in other.peers for other in self.prefill)
 
+    async def add(self, pool: str) -> str:
+        """Start another worker like the first of a pool; its name, once it is loaded.
+
+        ConfigError: there is no such pool. Errors of its start leave the fleet as it was.
+        """
+        members = {"prefill": self.prefill, "decode": self.decode}.get(pool)
+        if members is None:
+            raise ConfigError(f"pool: {pool!r} is neither prefill nor decode")
+        member = Member(f"{pool[0]}{self._numbers[pool]}", pool, members[0].work)
+        self._numbers[pool] += 1
+        members.append(member)  # first, so that news of its connections find it
+        try:
+            await self._boot(member)
+        except BaseException:
+            members.remove(member)
+            member.place.give_up()
+            raise
+        self._watchers[member.name] = asyncio.create_task(self._watch(member))
+        log.info("worker added", worker=member.name)
+        self.changed.set()
+        return member.name
+
+    async def remove(self, name: str, *, patience: float = 600.0) -> None:
+        """Let a worker finish what it has, and end it for good.
+
+        ConfigError: it is the last of its pool. `patience` as in `replace`.
+        """
+        member = self.member(name)
+        members = self.prefill if member.pool == "prefill" else self.decode
+        if len(members) == 1:
+            raise ConfigError(f"{name} is the last worker of the {member.pool} pool")
+        member.draining = True
+        if member.engine is not None:
+            await _drained(member.engine, patience)
+        watcher = self._watchers.pop(name, None)
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+        if member in members:
+            members.remove(member)
+        if member.engine is not None:
+            await self._retire(member, member.engine)
+        member.place.give_up()
+        log.info("worker removed", worker=name)
+
     def ups(self, members: Collection[Member]) -> int:
         """How many of them are up."""
         return sum(member.up for member in members)
+
+
+async def _drained(engine: AsyncEngine, patience: float) -> None:
+    """Wait until an engine to which nothing is sent any more has finished what it has."""
+    deadline = time.monotonic() + patience
+    while engine.open_requests and time.monotonic() < deadline and not engine.is_dead:
+        await asyncio.sleep(0.02)

@@ -8,10 +8,8 @@ slower than the engine finds what came meanwhile joined to one output per reques
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -43,6 +41,7 @@ from bifolio.engine.messages import (
     Start,
     Submit,
 )
+from bifolio.engine.place import Here, Place, Process
 from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, RequestError
 from bifolio.request import Output, Request
 
@@ -191,7 +190,9 @@ class AsyncEngine:
         on_loading: Callable[[Loading], None] | None = None,
         beat_timeout: float = BEAT_TIMEOUT,
         stall_timeout: float = STALL_TIMEOUT,
+        place: Place | None = None,
     ) -> None:
+        self._place = place or Here()
         self._config = config
         self._factory = factory
         self._on_loading = on_loading
@@ -200,7 +201,7 @@ class AsyncEngine:
         self._encoder = msgspec.msgpack.Encoder()
         self._mailboxes: dict[str, _Mailbox] = {}
         self._transport: asyncio.WriteTransport | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._hello: asyncio.Future[Hello] | None = None
         self._dead: str | None = None
         self._last_words: Fatal | None = None
@@ -231,18 +232,13 @@ class AsyncEngine:
         assert self._process is None, "start() is called once"
         loop = asyncio.get_running_loop()
         self._hello = loop.create_future()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "bifolio.engine.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+        ours, self._process = await self._place.start()
         try:
             link = _Link(self._on_message, self._on_close)
-            transport, _ = await loop.create_unix_connection(lambda: link, sock=ours)
-            self._transport = transport
+            if ours.family == socket.AF_UNIX:
+                self._transport, _ = await loop.create_unix_connection(lambda: link, sock=ours)
+            else:
+                self._transport, _ = await loop.create_connection(lambda: link, sock=ours)
             self._send(Start(self._factory, self._config.model_dump_json()))
             return await self._hello
         except BaseException:

@@ -17,10 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bifolio import __version__
 from bifolio.config import ServerConfig
+from bifolio.disagg.router import PoolRouter
 from bifolio.engine.chat_template import ChatTemplate
 from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import BifolioError, EngineDeadError, RequestError
+from bifolio.serve.admin import PREFIX as ADMIN
+from bifolio.serve.admin import add_admin
 from bifolio.serve.chat import chat
 from bifolio.serve.completions import complete
 from bifolio.serve.failures import MODEL_NOT_FOUND, Failure, failure_of
@@ -65,7 +68,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
-        if scope["path"] in _OPEN_PATHS:
+        # Paths of the administrator ask for a key of their own.
+        if scope["path"] in _OPEN_PATHS or scope["path"].startswith(ADMIN):
             return True
         for name, value in scope["headers"]:
             if name == b"authorization":
@@ -106,6 +110,8 @@ def create_app(
     _add_text(app, service)
     _add_models(app, service)
     _add_state(app, service)
+    if isinstance(engine, PoolRouter) and config.admin_key:
+        add_admin(app, engine.fleet, config.admin_key)
     return app
 
 

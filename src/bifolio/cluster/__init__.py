@@ -1,0 +1,1 @@
+"""Places workers on machines through Ray, and restarts them there."""
