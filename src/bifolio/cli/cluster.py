@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from bifolio.errors import BifolioError, ConfigError
 
 app = typer.Typer(
-    name="cluster", help="Two pools on the machines of a Ray cluster.", no_args_is_help=True
+    name="cluster",
+    help="""Two pools on the machines of a Ray cluster.
+
+    [bold]Examples[/]
+
+      bifolio cluster up cluster.toml
+      bifolio cluster status --url http://127.0.0.1:8000
+      bifolio cluster add decode
+      bifolio cluster replace p1
+    """,
+    no_args_is_help=True,
 )
 
 _CHANGE_SECONDS = 900.0
@@ -68,6 +76,9 @@ def up(
 @app.command()
 def status(url: Url = HERE, key: Key = "") -> None:
     """Show the workers of both pools."""
+    from rich.console import Console
+    from rich.table import Table
+
     workers = _ask("GET", f"{url}/admin/workers", key)["workers"]
     table = Table("worker", "pool", "state", "host", "plan", "peers", "running", "waiting", "pages")
     for worker in workers:
@@ -94,18 +105,27 @@ def add(
 @app.command()
 def remove(name: Name, url: Url = HERE, key: Key = "") -> None:
     """Let a worker finish what it has, and end it."""
-    _ask("DELETE", f"{url}/admin/workers/{name}", key)
+    _ask("DELETE", _path(url, name), key)
     print(f"{name} is gone")
 
 
 @app.command()
 def replace(name: Name, url: Url = HERE, key: Key = "") -> None:
     """Let a worker finish what it has, and start another in its place."""
-    _ask("POST", f"{url}/admin/workers/{name}/replace", key)
+    _ask("POST", f"{_path(url, name)}/replace", key)
     print(f"{name} is replaced")
 
 
+def _path(url: str, name: str) -> str:
+    """Of a worker; nothing else may be meant by a name that holds dots, slashes or a query."""
+    if not re.fullmatch(r"[pd]\d+", name, re.ASCII):
+        raise ConfigError(f"{name!r} is no worker's name; `bifolio cluster status` shows them")
+    return f"{url}/admin/workers/{name}"
+
+
 def _ask(method: str, url: str, key: str, **query: str) -> Any:
+    import httpx
+
     if not key:
         raise ConfigError("no administrator's key: set BIFOLIO_ADMIN_KEY as for the server")
     headers = {"Authorization": f"Bearer {key}"}

@@ -24,6 +24,14 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
+@pytest.mark.parametrize("name", ["p0/../d0", "?pool=x", "", "d0/replace", "x1", "d٣"])
+@pytest.mark.parametrize("command", ["remove", "replace"])
+def test_no_other_path_is_reached_by_the_name_of_a_worker(command: str, name: str) -> None:
+    result = invoke("cluster", command, name, "--admin-key", "k", "--url", "http://nowhere.invalid")
+    assert result.exit_code == 2
+    assert f"{name!r} is no worker's name" in result.stderr
+
+
 def test_help_comes_without_importing_anything_heavy() -> None:
     script = (
         "import sys, bifolio.cli.main\n"
