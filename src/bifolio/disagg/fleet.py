@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from bifolio.engine.messages import (
     PeerNews,
 )
 from bifolio.engine.place import Here, Place
-from bifolio.errors import BifolioError, ConfigError, EngineDeadError
+from bifolio.errors import ConfigError, EngineDeadError
 
 log = structlog.get_logger(__name__)
 
@@ -79,6 +80,8 @@ class Member:
         self.peers: set[str] = set()
         """Prefill: decode workers that it can hand requests to."""
         self.draining = False
+        self.leaving = False
+        """It is being removed: nothing else can be done with it."""
         self.restarts = 0
         self.tokens = 0
         """Of requests that the router has sent and that have not left it: prompt tokens to compute
@@ -295,7 +298,7 @@ class Fleet:
                 backoff = min(2 * backoff, _LAST_BACKOFF)
                 try:
                     await self._boot(member)
-                except (BifolioError, OSError) as error:
+                except Exception as error:  # nobody else would try again
                     log.error("worker cannot start", worker=member.name, reason=str(error))
             member.restarts += 1
             log.info("worker replaced", worker=member.name)
@@ -327,8 +330,10 @@ class Fleet:
         """Let a worker finish what it has, end it, and start another in its place.
 
         Requests that have not ended after `patience` seconds are sent through again elsewhere.
+        ConfigError: it is being removed.
         """
         member = self.member(name)
+        _check_stays(member)
         engine = member.engine
         if engine is None:
             return  # it is being replaced already
@@ -337,16 +342,18 @@ class Fleet:
             await _drained(engine, patience)
             await engine.stop()  # its watcher starts the next
             while member.engine in (None, engine) or not self._has_partner(member):
+                _check_stays(member)
                 await asyncio.sleep(0.02)
         finally:
-            member.draining = False
+            member.draining = member.leaving
             self.changed.set()
 
     async def replace_all(self) -> None:
         """One after the other; see `replace`."""
         async with self._replacing:
             for member in self.members:
-                await self.replace(member.name)
+                with suppress(ConfigError):  # it has been removed meanwhile
+                    await self.replace(member.name)
 
     def _has_partner(self, member: Member) -> bool:
         if member.pool == "prefill":
@@ -354,7 +361,7 @@ class Fleet:
         return any(member.name in other.peers for other in self.prefill)
 
     async def add(self, pool: str) -> str:
-        """Start another worker like the first of a pool; its name, once it is loaded.
+        """Start another worker like the first of a pool; its name, once it takes requests.
 
         ConfigError: there is no such pool. Errors of its start leave the fleet as it was.
         """
@@ -371,28 +378,31 @@ class Fleet:
             member.place.give_up()
             raise
         self._watchers[member.name] = asyncio.create_task(self._watch(member))
-        log.info("worker added", worker=member.name)
+        deadline = time.monotonic() + PAIR_SECONDS
+        while not self._has_partner(member) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        log.info("worker added", worker=member.name, connected=self._has_partner(member))
         self.changed.set()
         return member.name
 
     async def remove(self, name: str, *, patience: float = 600.0) -> None:
         """Let a worker finish what it has, and end it for good.
 
-        ConfigError: it is the last of its pool. `patience` as in `replace`.
+        ConfigError: it is the last of its pool that stays. `patience` as in `replace`.
         """
         member = self.member(name)
         members = self.prefill if member.pool == "prefill" else self.decode
-        if len(members) == 1:
+        _check_stays(member)
+        if all(other.leaving for other in members if other is not member):
             raise ConfigError(f"{name} is the last worker of the {member.pool} pool")
-        member.draining = True
+        member.draining = member.leaving = True
         if member.engine is not None:
             await _drained(member.engine, patience)
         watcher = self._watchers.pop(name, None)
         if watcher is not None:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-        if member in members:
-            members.remove(member)
+        members.remove(member)
         if member.engine is not None:
             await self._retire(member, member.engine)
         member.place.give_up()
@@ -406,5 +416,11 @@ class Fleet:
 async def _drained(engine: AsyncEngine, patience: float) -> None:
     """Wait until an engine to which nothing is sent any more has finished what it has."""
     deadline = time.monotonic() + patience
+    await asyncio.sleep(0)  # what was sent just now is open after this
     while engine.open_requests and time.monotonic() < deadline and not engine.is_dead:
         await asyncio.sleep(0.02)
+
+
+def _check_stays(member: Member) -> None:
+    if member.leaving:
+        raise ConfigError(f"{member.name} is being removed")

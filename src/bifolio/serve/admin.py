@@ -34,7 +34,9 @@ def add_admin(app: FastAPI, fleet: Fleet, key: str) -> None:
 
     def check(request: Request) -> None:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        good = secrets.compare_digest(given.strip().encode(), key.encode())
+        # Bytes as they came: a header's text is Latin-1 to Starlette, whatever the client wrote.
+        sent, known = given.strip().encode("latin-1"), key.encode(errors="surrogateescape")
+        good = secrets.compare_digest(sent, known)
         if kind.lower() != "bearer" or not good:
             raise HTTPException(401, "the administrator's key is needed: Authorization: Bearer KEY")
 
@@ -45,9 +47,10 @@ def add_admin(app: FastAPI, fleet: Fleet, key: str) -> None:
         return _json({"workers": [_card(member) for member in fleet.members]})
 
     @app.post(PREFIX + "workers")
-    async def add(request: Request, pool: str) -> Response:
+    async def add(request: Request) -> Response:
         """Start another worker like the first of its pool."""
         check(request)
+        pool = request.query_params.get("pool", "")
         return _json({"name": await _asked(fleet.add(pool))})
 
     @app.delete(PREFIX + "workers/{name}")
