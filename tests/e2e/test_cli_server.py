@@ -262,6 +262,32 @@ def test_a_stopped_server_lets_open_streams_end(folder: Path) -> None:
         assert server.wait() == 0
 
 
+def test_a_hang_up_stops_one_engine_in_order(folder: Path) -> None:
+    with serving(folder) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert server.wait() == 0
+
+
+def test_a_hang_up_of_the_whole_group_replaces_the_workers_of_two_pools(folder: Path) -> None:
+    with serving(folder, "--pools", "1p1d") as server:
+        before = server.ask().json()["choices"]
+        workers = psutil.Process(server.process.pid).children()
+        for process in [*workers, server.process]:
+            process.send_signal(signal.SIGHUP)
+        assert server.ask().json()["choices"] == before
+        assert server.process.stderr is not None
+        events = (json.loads(line) for line in server.process.stderr)
+        seen: list[tuple[str, str | None]] = []
+        while ("worker replaced", "d0") not in seen:
+            event = next(events)
+            seen.append((event["event"], event.get("worker")))
+        assert ("worker replaced", "p0") in seen
+        assert "worker lost" not in [name for name, _ in seen]
+        assert server.ask().json()["choices"] == before
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
 def test_the_end_of_the_engine_is_logged_and_the_server_stays_to_say_so(folder: Path) -> None:
     with serving(folder) as server:
         assert server.process.stderr is not None

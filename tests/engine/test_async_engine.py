@@ -323,6 +323,7 @@ async def test_signals_for_the_group_are_left_to_the_parent():
     async with running() as engine:
         os.kill(engine.pid, signal.SIGINT)
         os.kill(engine.pid, signal.SIGTERM)
+        os.kill(engine.pid, signal.SIGHUP)
         assert (await collect(engine, request("a", [9]))).tokens == [9, 2]
 
 

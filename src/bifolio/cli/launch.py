@@ -121,6 +121,8 @@ class _Run:
         self._stop = task.cancel
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` wants it
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal)
         with _reporter(self._screen) as report:
             report("starting the engine", 0, 0)
             engine = self._client(
@@ -135,6 +137,13 @@ class _Run:
 
     def _on_signal(self) -> None:
         self._stop()
+
+    def _on_hangup(self) -> bool:
+        """Stop if the terminal is gone that the server was started from; whether that is so."""
+        gone = self._screen.is_terminal and not self._screen.file.isatty()
+        if gone:
+            self._stop()
+        return gone
 
     async def _start(self, engine: AsyncEngine | PoolRouter) -> TextSide:
         """Start the engine and meanwhile read the tokenizer; if one fails, the other ends too."""
@@ -158,7 +167,7 @@ class _Run:
         self._stop = server.stop
         watch = asyncio.create_task(_watch(engine))
         if not isinstance(engine, AsyncEngine):
-            _replace_on_hangup(engine)
+            _replace_on_hangup(engine, self._on_hangup)
         try:
             await server.serve([self._sock])
         except OSError as error:
@@ -203,11 +212,13 @@ def client_of(
     return PoolRouter(fleet, on_loss=pools.on_worker_loss)
 
 
-def _replace_on_hangup(router: PoolRouter) -> None:
-    """SIGHUP replaces all workers, one after the other, without a lost request."""
+def _replace_on_hangup(router: PoolRouter, stops: Callable[[], bool]) -> None:
+    """SIGHUP replaces all workers, one after the other, without a lost request; unless it stops."""
     tasks: set[asyncio.Task[None]] = set()
 
     def replace() -> None:
+        if stops():
+            return
         task = asyncio.create_task(router.fleet.replace_all())
         tasks.add(task)
         task.add_done_callback(tasks.discard)

@@ -224,6 +224,7 @@ def main(fd: int) -> int:
     """Run the engine process over the inherited socket `fd`; the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a whole group may get it; it is for the parent
     faulthandler.enable()
     sock = socket.socket(fileno=fd)
     threading.Thread(target=_exit_with_parent, args=(sock,), daemon=True).start()
