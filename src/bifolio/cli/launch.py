@@ -112,6 +112,7 @@ class _Run:
         self._source = source
         self._sock = sock
         self._screen = screen
+        self._from_terminal = screen.is_terminal  # a console forgets it with the terminal
         self._began = began
         self._stop: Callable[[], object] = lambda: None
 
@@ -140,7 +141,7 @@ class _Run:
 
     def _on_hangup(self) -> bool:
         """Stop if the terminal is gone that the server was started from; whether that is so."""
-        gone = self._screen.is_terminal and not self._screen.file.isatty()
+        gone = self._from_terminal and not self._screen.is_terminal
         if gone:
             self._stop()
         return gone
