@@ -176,6 +176,12 @@ def test_an_automatic_sweep_ends_where_more_brings_nothing(tiny):
     ("options", "words"),
     [
         (("--concurrency", "0"), "above 0"),
+        (("--concurrency", ""), "no list of numbers"),
+        (("--rate", "nan"), "above 0 and finite"),
+        (("--rate", "1,inf"), "above 0 and finite"),
+        (("--url", "127.0.0.1:8000"), "is no address"),
+        (("--out", __file__), "is no folder"),
+        (("--markdown", "no-such-folder/page.md"), "there is no folder"),
         (("--concurrency", "x"), "no list of numbers"),
         (("--concurrency", "1", "--rate", "2"), "say one"),
         (("--url", "ftp://x"), "is no address"),

@@ -87,6 +87,8 @@ def bench(
         return
     if url is not None and server:
         raise ConfigError("--server starts a server, --url takes one that runs: say one of them")
+    if url is not None and "://" not in url:
+        raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
     wishes = Wishes(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
         *(requests, waves, seed, max_failed, goal_ttft, goal_tpot),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bifolio.cli.places import writable_file, writable_folder
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,10 +93,18 @@ Price = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    option(OUT, "Write bench.json, bench.html, plots and AIPerf's files here.", metavar="DIR"),
+    option(
+        OUT,
+        "Write bench.json, bench.html, plots and AIPerf's files here.",
+        metavar="DIR",
+        callback=writable_folder,
+    ),
 ]
 Markdown = Annotated[
-    Path | None, option(OUT, "Write the page as Markdown, without plots.", metavar="FILE")
+    Path | None,
+    option(
+        OUT, "Write the page as Markdown, without plots.", metavar="FILE", callback=writable_file
+    ),
 ]
 AsJson = Annotated[bool, option(OUT, "Print one JSON object.", "--json")]
 
@@ -160,11 +170,11 @@ def parse_loads(concurrency: str | None, rate: str | None, *, trace: bool) -> li
     """`1,8,32` as closed loops, or `0.5,1` sessions a second as open ones."""
     from bifolio.bench.session import Load
 
-    if concurrency and rate:
+    if concurrency is not None and rate is not None:
         raise ConfigError("--concurrency is for a closed loop and --rate for an open one: say one")
-    if rate:
+    if rate is not None:
         return [Load(rate=value) for value in _numbers(rate, "--rate", float)]
-    if concurrency:
+    if concurrency is not None:
         return [Load(int(value)) for value in _numbers(concurrency, "--concurrency", int)]
     return [Load()] if trace else [Load(1), Load(8)]
 
@@ -174,6 +184,6 @@ def _numbers(text: str, name: str, kind: type[int] | type[float]) -> list[float]
         found = [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{name} {text!r} is no list of numbers such as 1,8,32") from error
-    if min(found) <= 0:
-        raise ConfigError(f"{name} {text!r}: every number must be above 0")
+    if not all(0 < number < math.inf for number in found):
+        raise ConfigError(f"{name} {text!r}: every number must be above 0 and finite")
     return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bifolio.cli.places import writable_folder
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ def compress(
     source: Annotated[
         str, typer.Argument(help="A folder or hub id as for serve; with --dry-run a preset too.")
     ],
-    target: Annotated[Path | None, typer.Argument(help="A new folder for the result.")] = None,
+    target: Annotated[
+        Path | None,
+        typer.Argument(help="A new folder for the result.", callback=writable_folder),
+    ] = None,
     weights: Annotated[str, typer.Option(help="int4:g32 (:g64, :g128, :z), int8, fp8, …")] = (
         "int4:g32"
     ),

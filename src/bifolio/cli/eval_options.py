@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from bifolio.cli.places import writable_folder
+
 
 class Floor(StrEnum):
     """Choices of --floor (those of `evals.distance_run`, which help must not import)."""
@@ -42,7 +44,12 @@ Kernels = Annotated[KernelChoice, typer.Option("--kernels", help="As for serve."
 Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all processors.")]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="Write one JSON file for each comparison here.", metavar="DIR"),
+    typer.Option(
+        "--out",
+        help="Write one JSON file for each comparison here.",
+        metavar="DIR",
+        callback=writable_folder,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON array.")]
 Data = Annotated[

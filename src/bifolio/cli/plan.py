@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from bifolio.cli.places import writable_folder
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -126,7 +127,13 @@ Export = Annotated[
     Engine | None, _option(_OUT, "Print commands of another engine that come closest.")
 ]
 Out = Annotated[
-    Path | None, _option(_OUT, "Also write it here, for `bifolio report`.", metavar="DIR")
+    Path | None,
+    _option(
+        _OUT,
+        "Also write it here, for `bifolio report`.",
+        metavar="DIR",
+        callback=writable_folder,
+    ),
 ]
 AsJson = Annotated[bool, _option(_OUT, "Print one JSON object.", "--json")]
 
