@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from safetensors import safe_open
 
 from bifolio.compress.catalogue import catalogue
 from bifolio.compress.config import ignored
+from bifolio.compress.files import TensorFile
 from bifolio.compress.forecast import forecast
 from bifolio.compress.job import REPORT
 from bifolio.compress.layout import held_in_bf16, lay_out
@@ -197,6 +199,36 @@ def test_recipes_that_make_no_sense_are_refused(weights: str, method: str, cure:
 def test_a_model_without_a_layer_to_compress_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no linear layer"):
         compress(write_source(tmp_path / "s"), tmp_path / "t", "int8", keep=("*",))
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "t"
+    with pytest.raises(ConfigError, match=r"'\*\.dwon_proj' matches no module.*named like"):
+        compress(write_source(tmp_path / "s"), target, "int8", keep=("*.up_proj", "*.dwon_proj"))
+    assert not target.exists()
+    spec, stored = read_checkpoint(PRESETS["glm-5.2"].config)
+    with pytest.raises(ConfigError, match="matches no module"):
+        forecast(spec, stored, Recipe(INT4, keep=("*.dwon_proj",)))
+
+
+def test_a_full_disk_ends_with_the_cure_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source(tmp_path / "s")
+    with monkeypatch.context() as full:
+        full.setattr(TensorFile, "put", _no_space)
+        with pytest.raises(ConfigError, match=r"No space left.*the same command goes on"):
+            compress(source, tmp_path / "t", "int8")
+    report = compress(source, tmp_path / "t", "int8")
+    assert report.file_bytes == sum(
+        p.stat().st_size for p in (tmp_path / "t").glob("*.safetensors")
+    )
+
+
+def _no_space(*_arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_glm_in_int4_has_the_published_size() -> None:

@@ -22,6 +22,7 @@ def forecast(spec: ModelSpec, stored: Storage, recipe: Recipe) -> Report:
         for kind, nbytes in stored.nbytes(weights).items():
             before[str(kind)] = before.get(str(kind), 0) + nbytes
     entries = catalogue(spec)
+    recipe.check(entries.values())
     shards = lay_out(entries, held_in_bf16(entries), recipe)
     return Report(
         recipe=str(recipe),

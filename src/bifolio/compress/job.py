@@ -138,6 +138,7 @@ class Job:
         self._source, self._target, self._recipe = source, target, recipe
         self._compressor = compressor
         self._entries = catalogue(source.spec)
+        recipe.check(self._entries.values())
         self._shards = lay_out(
             self._entries,
             source.held,

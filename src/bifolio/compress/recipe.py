@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -54,6 +55,16 @@ class Recipe:
         parts = [f"weights={self.weights}", f"method={self.method}"]
         parts += [f"only={self.only}"] if self.only else []
         return " ".join([*parts, *(f"keep={pattern}" for pattern in self.keep)])
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """ConfigError for a pattern of `keep` that names nothing of the model: it is misspelt."""
+        parts = {entry.part for entry in entries}
+        for pattern in self.keep:
+            if not any(fnmatchcase(part, pattern) for part in parts):
+                raise ConfigError(
+                    f"--keep {pattern!r} matches no module of the model; modules are named like "
+                    f"{min(parts, key=len)!r} and {max(parts, key=len)!r}"
+                )
 
     def compresses(self, entry: Entry) -> bool:
         """Whether this tensor becomes codes."""

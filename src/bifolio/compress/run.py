@@ -35,5 +35,10 @@ def compress_checkpoint(
         if texts is None:
             raise ConfigError(f"--method {recipe.method} needs a text: --calibration FILE")
         compressor, inputs = Calibrated(model, recipe, texts.calibration), texts.digest
-    job = Job(model, target, recipe, compressor, inputs=inputs, shard_bytes=shard_bytes)
-    return job.run(progress)
+    try:
+        job = Job(model, target, recipe, compressor, inputs=inputs, shard_bytes=shard_bytes)
+        return job.run(progress)
+    except OSError as error:
+        raise ConfigError(
+            f"writing {target} ended: {error}; with the cause removed, the same command goes on"
+        ) from error
