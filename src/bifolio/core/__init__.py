@@ -7,12 +7,13 @@ from bifolio.core.pages import PagePool
 from bifolio.core.radix import RadixTree
 from bifolio.core.scheduler import Scheduler
 from bifolio.core.stats import SchedulerStats
-from bifolio.core.step import PageFault, PageStamp, RowResult, Step, StepRow
+from bifolio.core.step import LogitsFault, PageFault, PageStamp, RowResult, Step, StepRow
 
 __all__ = [
     "CacheManager",
     "HoldBook",
     "Limits",
+    "LogitsFault",
     "PageFault",
     "PagePool",
     "PageStamp",

@@ -33,7 +33,7 @@ from array import array
 from bifolio.core.cache import PageTable
 from bifolio.core.sequence import Sequence
 from bifolio.core.state import SchedulerState
-from bifolio.core.step import PageFault, RowResult, Step, StepRow
+from bifolio.core.step import LogitsFault, PageFault, RowResult, Step, StepRow
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.request import (
     ErrorCode,
@@ -396,7 +396,14 @@ class Scheduler(SchedulerState):
         news, self._news = self._news, []
         return news
 
-    def _fault(self, sequence: Sequence, fault: PageFault) -> None:
+    def _fault(self, sequence: Sequence, fault: PageFault | LogitsFault) -> None:
+        if isinstance(fault, LogitsFault):
+            text = (
+                f"the model's logits behind position {fault.position} are all NaN, so no token can "
+                "be chosen; a number overflowed: choose wider weights or a wider cache"
+            )
+            self._news.append(self._end_with(sequence, ErrorCode.INTERNAL, text))
+            return
         self._counts["integrity_faults"] += 1
         self.cache.quarantine(fault.page)
         difference = f"{fault.found:#x}, not {fault.expected:#x}"

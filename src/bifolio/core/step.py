@@ -76,6 +76,14 @@ class PageFault:
     kind: Literal["tag", "seal"] = "tag"
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsFault:
+    """The model gave nothing but NaN to choose a token by."""
+
+    position: int
+    """Of the last token that it read."""
+
+
 @dataclass(slots=True)
 class RowResult:
     """What became of a row. With `fault`, nothing else counts and the request ends."""
@@ -85,4 +93,4 @@ class RowResult:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For positions logits_from … of the prompt: logprobs of the token that follows each."""
     pages_checked: int = 0
-    fault: PageFault | None = None
+    fault: PageFault | LogitsFault | None = None

@@ -8,7 +8,7 @@ import msgspec
 import structlog
 
 from bifolio.config import EngineConfig
-from bifolio.core import CacheManager, Limits, PagePool, Scheduler, Step
+from bifolio.core import CacheManager, Limits, PageFault, PagePool, Scheduler, Step
 from bifolio.engine.messages import EngineStats, HandoffStats, Hello
 from bifolio.engine.peers import Peers
 from bifolio.engine.scrub import Scrubber
@@ -150,7 +150,8 @@ class Engine:
             return self.scheduler.fail(step, f"the engine failed: {type(error).__name__}: {error}")
         for row, result in zip(step.rows, results, strict=True):
             if result.fault is not None:
-                log.error("cache integrity", request=row.request_id, fault=result.fault)
+                what = "cache integrity" if isinstance(result.fault, PageFault) else "no logits"
+                log.error(what, request=row.request_id, fault=result.fault)
         return self.scheduler.commit(step, results)
 
     def _planned(self, step: Step) -> None:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from bifolio.core.step import RowResult
+from bifolio.core.step import LogitsFault, RowResult
 from bifolio.kernels.reference_sampling import Draw, SamplingOps
 from bifolio.request import SamplingParams
 from bifolio.runtime.batch import Segment
@@ -21,17 +21,28 @@ class Sampler:
         self._stop_ids = tuple(stop_ids)
 
     def sample(self, logits_lv: Tensor, segments: list[Segment]) -> list[RowResult]:
-        """One result per segment; its logits are the next `end - logits_from` rows."""
-        if all(_is_plain(s) for s in segments):
-            return [RowResult(token=token) for token in self._ops.greedy(logits_lv)]
+        """One result per segment; its logits are the next `end - logits_from` rows.
+
+        A segment that would choose among nothing but NaN gets a fault instead of a token."""
         firsts = [0, *accumulate(s.end - s.logits_from for s in segments)]
-        chosen = self._choose(logits_lv, segments, firsts)
-        return [
-            self._row(logits_lv[first:last], segment, token)
-            for first, last, segment, token in zip(
-                firsts, firsts[1:], segments, chosen, strict=False
-            )
-        ]
+        if all(_is_plain(s) for s in segments):
+            results = [RowResult(token=token) for token in self._ops.greedy(logits_lv)]
+        else:
+            chosen = self._choose(logits_lv, segments, firsts)
+            results = [
+                self._row(logits_lv[first:last], segment, token)
+                for first, last, segment, token in zip(
+                    firsts, firsts[1:], segments, chosen, strict=False
+                )
+            ]
+        # A row of nothing but NaN has one in front, which is all that sound ones are asked for.
+        if bool(logits_lv[:, 0].isnan().any()):
+            for i, segment in enumerate(segments):
+                if results[i].token is not None and bool(
+                    logits_lv[firsts[i + 1] - 1].isnan().all()
+                ):
+                    results[i] = RowResult(fault=LogitsFault(segment.end - 1))
+        return results
 
     def _choose(
         self, logits_lv: Tensor, segments: list[Segment], firsts: list[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bifolio.core import Limits, PageFault, RowResult, Step
+from bifolio.core import Limits, LogitsFault, PageFault, RowResult, Step
 from bifolio.request import ErrorCode, FinishReason, Request, SamplingParams
 from bifolio.testing.rig import Rig
 from bifolio.testing.scripted import ScriptedModel, WrongContentError
@@ -66,6 +66,29 @@ def test_each_request_that_shares_a_bad_page_ends_by_its_own_check() -> None:
     rig.run()
     assert rig.answers["c"].finish is FinishReason.LENGTH
     assert rig.scheduler.stats().quarantined_pages == 1
+    rig.check_idle()
+
+
+def test_a_row_without_logits_ends_its_request_and_blames_no_page() -> None:
+    model = ScriptedModel()
+    rig = Rig(pages=24, limits=LIMITS, model=model)
+    neighbour, victim = ask("neighbour", list(range(9))), ask("victim", list(range(100, 109)))
+    rig.add(neighbour, victim)
+    rig.step()
+    step = rig.schedule()
+    assert step is not None
+    results = rig.runner.execute(step)
+    place = [row.request_id for row in step.rows].index("victim")
+    results[place] = RowResult(fault=LogitsFault(step.rows[place].end - 1))
+    rig.commit(step, results)
+    answer = rig.answers["victim"]
+    assert (answer.finish, answer.error_code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
+    assert answer.error is not None and "logits behind position 9 are all NaN" in answer.error
+    assert len(answer.tokens) == 1, "no token of the step without logits was sent"
+    rig.run()
+    assert rig.answers["neighbour"].tokens == model.expected_answer(neighbour)
+    stats = rig.scheduler.stats()
+    assert (stats.integrity_faults, stats.quarantined_pages) == (0, 0)
     rig.check_idle()
 
 
