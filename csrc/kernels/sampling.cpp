@@ -54,7 +54,7 @@ int64_t first_equal(const float* x, int64_t n, float value) {
 }
 
 // The sum of exp((x[i] - best) * sharpness), the terms in float, the sum in double. The terms go
-// to `terms` if that is given.
+// to `terms` if that is given. NaN adds nothing.
 double sum_of_exp(const float* x, int64_t n, float best, float sharpness, float* terms = nullptr) {
   constexpr int64_t kBlock = 64 * kLanes;
   const Lanes factor = splat(sharpness * kLog2E);
@@ -64,14 +64,16 @@ double sum_of_exp(const float* x, int64_t n, float best, float sharpness, float*
     Lanes part = splat(0.0F);
     const int64_t end = i + kBlock < n ? i + kBlock : n;
     for (; i + kLanes <= end; i += kLanes) {
-      const Lanes e = exp2_lanes((load(x + i) - splat(best)) * factor);
+      const Lanes here = max(load(x + i), splat(kLowest));
+      const Lanes e = exp2_lanes((here - splat(best)) * factor);
       if (terms) store(terms + i, e);
       part += e;
     }
     sum += static_cast<double>(sum_lanes(part));
   }
   for (; i < n; ++i) {
-    const double e = std::exp(static_cast<double>((x[i] - best) * sharpness));
+    const float here = x[i] > kLowest ? x[i] : kLowest;
+    const double e = std::exp(static_cast<double>((here - best) * sharpness));
     if (terms) terms[i] = static_cast<float>(e);
     sum += e;
   }

@@ -97,6 +97,21 @@ def test_logits_beyond_numbers_choose_the_best_and_fail_nobody(
     assert ops.choose([torch.tensor(logits)], [rule])[0] in allowed
 
 
+@pytest.mark.parametrize(
+    "rule", [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.01}, {"temperature": 100.0}]
+)
+def test_a_draw_never_falls_on_nan_among_numbers(rule: dict[str, Any]) -> None:
+    """And is what it would be if nothing stood there."""
+    logits = torch.randn(70, generator=torch.Generator().manual_seed(2))
+    logits[::3] = torch.nan
+    without = logits.nan_to_num(nan=-torch.inf)
+    draws = [draw(position=i, seed=5, **rule) for i in range(200)]
+    for native in native_sets():
+        found = native.choose([logits] * len(draws), draws)
+        assert found == native.choose([without] * len(draws), draws)
+        assert len(set(found)) > 5
+
+
 def test_equal_logits_rank_by_id_and_masked_ids_never_come(ops: SamplingOps) -> None:
     logits = torch.zeros(70)
     assert ops.greedy(logits[None]) == [0]
