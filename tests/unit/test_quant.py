@@ -7,6 +7,7 @@ from torch import Tensor
 from bifolio.errors import CheckpointError
 from bifolio.formats import Number, Scaling, WeightFormat
 from bifolio.quant import decode, encode, pack_int4, to_fp8, unpack_int4
+from bifolio.quant.encoding import _nearest
 
 # fmt: off
 FORMATS = [
@@ -139,3 +140,19 @@ def test_nibbles_come_back(k: int) -> None:
 
 def test_every_format_is_covered() -> None:
     assert {WeightFormat.parse(fmt).number for fmt in FORMATS} == set(Number)
+
+
+@pytest.mark.parametrize("text", ["int4:g32", "int4:g32:z", "int8", "fp8:channel"])
+def test_a_matrix_of_many_chunks_is_encoded_as_its_rows_are_alone(text: str) -> None:
+    """No row may depend on the chunk in which it stands."""
+    w = torch.randn(200, 576, generator=torch.Generator().manual_seed(1))
+    whole = encode(w, WeightFormat.parse(text))
+    alone = [encode(row[None], WeightFormat.parse(text)) for row in w]
+    assert torch.equal(decode(whole), torch.cat([decode(row) for row in alone]))
+
+
+def test_codes_round_half_to_even_and_stay_within_their_limits() -> None:
+    x = torch.cat((torch.arange(-300, 300) / 2, random(1, 4096).view(-1) * 100))
+    x = torch.cat((x, torch.tensor([torch.inf, -torch.inf, 1e30])))
+    for least, most in ((-127, 127), (-8, 7), (0, 15)):
+        assert torch.equal(_nearest(x, least, most), torch.round(x).clamp(least, most))

@@ -21,8 +21,13 @@ from bifolio.errors import CheckpointError
 from bifolio.formats import E4M3_MAX, FP8_BLOCK, Number, Scaling, WeightFormat
 from bifolio.kernels.tensor import QuantTensor
 
-_CHUNK_NUMBERS = 1 << 18
-"""Numbers that are encoded at a time: bounds the temporary memory of a large matrix."""
+_CHUNK_NUMBERS = (1 << 15) - 1
+"""Numbers that are encoded at a time: bounds the temporary memory of a large matrix, and stays
+below the size from which torch splits an operation over threads. A chunk takes some twenty short
+operations, and where cores are busy each split waits for the slowest: 50 times the time."""
+
+_INTEGERS = 1.5 * 2.0**23
+"""Between 2²³ and 2²⁴ the float32 numbers are the integers."""
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _HALF_MIN = 2.0**-24
@@ -37,7 +42,8 @@ def encode(weight_nk: Tensor, fmt: WeightFormat) -> QuantTensor:
     tensor_scale = None
     if fmt.scaling is Scaling.TENSOR:
         tensor_scale = _scale(weight_nk.abs().amax().to(torch.float32).view(1), E4M3_MAX)
-    rows = max(1, _CHUNK_NUMBERS // (k * FP8_BLOCK)) * FP8_BLOCK
+    step = FP8_BLOCK if fmt.scaling is Scaling.BLOCK else 1
+    rows = max(1, _CHUNK_NUMBERS // (k * step)) * step
     heights = (n, -(-n // FP8_BLOCK) if fmt.scaling is Scaling.BLOCK else n, n)
     whole: list[Tensor | None] = [None, None, None]
     for start in range(0, n, rows):
@@ -102,7 +108,7 @@ def _encode_int8(w: Tensor, fmt: WeightFormat) -> _Parts:
     n, k = w.shape
     groups = _grouped(w, fmt.group or k)
     scales = _half(_scale(groups.abs().amax(dim=-1), 127.0))
-    codes = torch.round(groups / _wide(scales)).clamp(-127, 127).to(torch.int8)
+    codes = _nearest(groups / _wide(scales), -127, 127).to(torch.int8)
     return codes.view(n, -1)[:, :k].contiguous(), scales if fmt.group else scales.view(n), None
 
 
@@ -120,7 +126,7 @@ def _symmetric(groups: Tensor) -> _Parts:
     choices = []
     for steps in (torch.where(extreme < 0, -7.0, 7.0), torch.tensor(-8.0)):
         scales = _half(torch.where(extreme == 0, 1.0, extreme / steps))
-        codes = torch.round(groups / _wide(scales)).clamp(-8, 7)
+        codes = _nearest(groups / _wide(scales), -8, 7)
         error = (codes * _wide(scales) - groups).square().sum(dim=-1)
         choices.append((error, codes + 8, scales))
     (error_7, codes_7, scales_7), (error_8, codes_8, scales_8) = choices
@@ -139,8 +145,14 @@ def _affine(w: Tensor, group: int) -> _Parts:
         low.clamp(-_HALF_MAX, _HALF_MAX),
     )
     offsets = offsets.to(torch.float16)
-    codes = torch.round((groups - _wide(offsets)) / _wide(scales)).clamp(0, 15)
+    codes = _nearest((groups - _wide(offsets)) / _wide(scales), 0, 15)
     return codes, scales, offsets
+
+
+def _nearest(x: Tensor, least: int, most: int) -> Tensor:
+    """Nearest integers, ties to even, within limits far below 2²². Not torch.round: it splits over
+    threads from 2,048 numbers on."""
+    return x.clamp(least, most).add_(_INTEGERS).sub_(_INTEGERS)
 
 
 def _grouped(w: Tensor, group: int) -> Tensor:
