@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import settings
 
+from bifolio.engine.logs import _StandardError
 from bifolio.models.source import ModelSource, resolve_source
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("soak", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    """Commands that run within a test set up logging for their process."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    if root.level != level or _StandardError in map(type, root.handlers):
+        root.handlers = handlers
+        root.setLevel(level)
+        structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

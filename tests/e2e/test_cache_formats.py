@@ -9,7 +9,7 @@ from test_cli_server import Server, serving
 
 from bifolio.testing.tiny import tiny_config, write_model
 
-PROMPT, ANSWER, REQUESTS = 160, 64, 24
+PROMPT, ANSWER, REQUESTS = 160, 64, 200
 OPTIONS = (
     "--cache-memory",
     "2MiB",

@@ -39,6 +39,7 @@ EVERY_OPTION = {
     "--host": ("::1", "host", "::1"),
     "--port": ("0", "port", 0),
     "--api-key": ("k", "api_keys", ("k",)),
+    "--admin-key": ("k", "admin_key", "k"),
     "--served-name": ("n", "served_name", "n"),
     "--chat-template": ("t.jinja", "chat_template", "t.jinja"),
     "--drain-seconds": ("1.5", "drain_seconds", 1.5),
@@ -184,7 +185,7 @@ def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
                 assert text == "1GiB"
             case "integrity" | "prefix_cache":
                 assert (real[name], text) == (True, "on")
-            case "prefill" | "decode" | "served_name" | "chat_template" | "pools":
+            case "prefill" | "decode" | "served_name" | "chat_template" | "pools" | "admin_key":
                 assert not real.get(name)
             case "on_worker_loss" | "transport":
                 assert PoolsConfig.model_fields[name].default == text
