@@ -138,10 +138,10 @@ def _distance(source: ModelSource, target: Path, texts: Texts) -> OutputDistance
 
     configure("warning")
     pieces = texts.held_out[:: max(1, len(texts.held_out) // _JUDGED)][:_JUDGED]
-    halves = [(piece[: len(piece) // 2], piece[len(piece) // 2 :]) for piece in pieces]
-    longest = max(map(len, pieces))
+    size = min(map(len, pieces))  # windows are scored alike
+    halves = [(piece[: size // 2], piece[size // 2 : size]) for piece in pieces]
     before, after = (
-        Subject(Setup(str(path), "auto/bf16"), Tokenizer(str(path)), longest).forced()
+        Subject(Setup(str(path), "auto/bf16"), Tokenizer(str(path)), size).forced()
         for path in (source.path, target)
     )
     found = measure(before, after, halves)

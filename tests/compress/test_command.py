@@ -1,0 +1,22 @@
+"""`bifolio compress` as a command: with a text, it says how far the result is from its source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from bifolio.cli.main import app
+from bifolio.testing.tiny import tiny_config, write_model
+
+
+def test_texts_of_unequal_lengths_are_judged_alike(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", tiny_config("llama"))
+    lines = [json.dumps({"tokens": [3 + i % 200] * (16 + 3 * i)}) for i in range(48)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    command = ["compress", str(source), str(tmp_path / "small"), "--weights", "int4:g32", "--json"]
+    result = CliRunner().invoke(app, [*command, "--calibration", str(tmp_path / "text.jsonl")])
+    assert result.exit_code == 0, result.output
+    distance = json.loads(result.stdout)["distance"]
+    assert distance["positions"] > 0 and distance["kl"] > 0
