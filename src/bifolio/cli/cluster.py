@@ -80,14 +80,17 @@ def status(url: Url = HERE, key: Key = "") -> None:
     from rich.table import Table
 
     workers = _ask("GET", f"{url}/admin/workers", key)["workers"]
-    table = Table("worker", "pool", "state", "host", "plan", "peers", "running", "waiting", "pages")
+    table = Table("worker", "state", "host", "peers", "run + wait", "pages used", "free")
     for worker in workers:
         state = "draining" if worker["draining"] else "up" if worker["up"] else "down"
         state += f", restarted {worker['restarts']}×" if worker["restarts"] else ""
-        pages = f"{worker['pages_live']} used, {worker['pages_free']} free"
-        cells = [worker["name"], worker["pool"], state, worker["host"], worker["plan"]]
-        cells += [worker["peers"], worker["running"], worker["waiting"], pages]
+        requests = f"{worker['running']} + {worker['waiting']}"
+        cells = [worker["name"], state, worker["host"], worker["peers"], requests]
+        cells += [worker["pages_live"], worker["pages_free"]]
         table.add_row(*("–" if cell is None else str(cell) for cell in cells))
+    for pool in ("prefill", "decode"):
+        plans = {w["plan"] for w in workers if w["pool"] == pool and w["plan"] is not None}
+        print(f"{pool} ({pool[0]}…): {', '.join(sorted(plans)) or 'no worker is up'}")
     Console().print(table)
 
 
