@@ -80,7 +80,7 @@ def status(url: Url = HERE, key: Key = "") -> None:
     from rich.table import Table
 
     workers = _ask("GET", f"{url}/admin/workers", key)["workers"]
-    table = Table("worker", "state", "host", "peers", "run + wait", "pages used", "free")
+    table = Table("worker", "state", "host", "peers", "run + wait", "used", "free")
     for worker in workers:
         state = "draining" if worker["draining"] else "up" if worker["up"] else "down"
         state += f", restarted {worker['restarts']}×" if worker["restarts"] else ""
