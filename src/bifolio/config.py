@@ -6,9 +6,16 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from bifolio.errors import ConfigError
 from bifolio.formats import PrecisionPlan
@@ -70,6 +77,24 @@ class EngineConfig(_Frozen):
         return plan
 
 
+class TlsFiles(_Frozen):
+    """Files in PEM form by which workers encrypt hand-offs; the same paths on every machine.
+
+    Whoever connects trusts certificates of `ca` alone, under any name.
+    """
+
+    cert: str
+    key: str
+    ca: str
+
+    @model_validator(mode="after")
+    def _are_there(self) -> Self:
+        for name in ("cert", "key", "ca"):
+            if not Path(getattr(self, name)).is_file():
+                raise ValueError(f"tls.{name}: {getattr(self, name)} is no file")
+        return self
+
+
 class PoolsConfig(_Frozen):
     """Workers of two pools on this host; those of prefill are configured as `ServerConfig.engine`.
 
@@ -81,6 +106,13 @@ class PoolsConfig(_Frozen):
     decode: EngineConfig
     transport: Literal["shm", "tcp"] = "shm"
     on_worker_loss: Literal["recompute", "fail"] = "recompute"
+    tls: TlsFiles | None = None
+
+    @model_validator(mode="after")
+    def _tls_has_a_use(self) -> Self:
+        if self.tls is not None and self.transport != "tcp":
+            raise ValueError("tls encrypts transport=tcp; shared memory leaves no machine")
+        return self
 
 
 class ServerConfig(_Frozen):
@@ -125,7 +157,7 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         raise ConfigError(_explain(error)) from error
 
 
-_POOL_KEYS = ("pools", "transport", "on_worker_loss")
+_POOL_KEYS = ("pools", "transport", "on_worker_loss", "tls")
 
 
 def _two_pools(

@@ -23,10 +23,15 @@ def config(model, side, **limits):
 
 
 @contextlib.asynccontextmanager
-async def pools(model, prefill=1, decode=1, *, plan=PLAN, transport="shm", on_loss="recompute"):
+async def pools(
+    model, prefill=1, decode=1, *, plan=PLAN, transport="shm", tls=None, on_loss="recompute"
+):
     """A server over so many workers; `running.engine` is the router."""
     fleet = Fleet(
-        [config(model, plan[0])] * prefill, [config(model, plan[1])] * decode, transport=transport
+        [config(model, plan[0])] * prefill,
+        [config(model, plan[1])] * decode,
+        transport=transport,
+        tls=tls,
     )
     router = PoolRouter(fleet, on_loss=on_loss)
     await router.start()

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import signal
+from pathlib import Path
 
 import pytest
 from e2e_harness import serving_client, until
@@ -10,6 +11,7 @@ from pool_cases import completion, essence
 from pool_processes import PLAN, config, kill, pools, until_accounted, until_whole
 from test_two_pools_answers import all_cases, settings, text_of
 
+from bifolio.config import TlsFiles
 from bifolio.disagg.fleet import Fleet
 from bifolio.errors import ConfigError
 from bifolio.testing.oracle import Oracle
@@ -162,3 +164,14 @@ async def test_all_cases_through_processes_sockets_and_router(model, transport):
         wrong, errors = await traffic(server, requests, expected, 4)
         assert (wrong, errors) == ([], {})
         await until_accounted(server.engine)
+
+
+async def test_encrypted_hand_offs_change_no_answer(model):
+    folder = Path(__file__).parents[1] / "disagg" / "tls"
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    path, body = completion([5, 6, 7] * 20, max_tokens=6, temperature=0)
+    answers = []
+    for tls in (None, TlsFiles(cert=cert, key=key, ca=cert)):
+        async with pools(model, transport="tcp", tls=tls) as server:
+            answers.append(essence((await server.post(path, **body)).text))
+    assert answers[0] == answers[1]

@@ -208,6 +208,7 @@ def client_of(
         [config.engine] * pools.prefill_workers,
         [pools.decode] * pools.decode_workers,
         transport=pools.transport,
+        tls=pools.tls,
         on_loading=on_loading,
     )
     return PoolRouter(fleet, on_loss=pools.on_worker_loss)

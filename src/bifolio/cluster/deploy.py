@@ -43,6 +43,7 @@ def router_over(
         [server.engine] * pools.prefill_workers,
         [pools.decode] * pools.decode_workers,
         transport="tcp",
+        tls=pools.tls,
         places=(lambda: place(cluster.prefill), lambda: place(cluster.decode)),
         on_loading=on_loading,
     )

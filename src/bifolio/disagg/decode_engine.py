@@ -69,10 +69,10 @@ class DecodePeers:
     def take(self, message: Listen | Connect | Disconnect) -> None:
         """See `Peers.take`."""
         match message:
-            case Listen(where, secret):
+            case Listen(where, secret, tls):
                 assert self._listener is None, "an engine listens once"
                 self._secret = secret
-                address, self._listener = listen(where, secret)
+                address, self._listener = listen(where, secret, tls)
                 self._news.append(Listening(address))
             case _:
                 raise AssertionError(f"a decode engine is not told to {message!r}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from bifolio.config import EngineConfig
+from bifolio.config import EngineConfig, TlsFiles
 from bifolio.core.routing import PrefixIndex
 from bifolio.engine.client import AsyncEngine, WorkerView
 from bifolio.engine.messages import (
@@ -30,6 +30,7 @@ from bifolio.engine.messages import (
     Listening,
     Loading,
     PeerNews,
+    Tls,
 )
 from bifolio.engine.place import Here, Place
 from bifolio.errors import ConfigError, EngineDeadError
@@ -120,6 +121,7 @@ class Fleet:
         decode: Sequence[EngineConfig],
         *,
         transport: str = "shm",
+        tls: TlsFiles | None = None,
         factories: tuple[str, str] = (PREFILL_FACTORY, DECODE_FACTORY),
         places: tuple[Callable[[], Place], Callable[[], Place]] = (Here, Here),
         on_loading: OnLoading | None = None,
@@ -134,6 +136,7 @@ class Fleet:
         self.changed = asyncio.Event()
         self._transport = transport
         self._on_loading = on_loading
+        self._tls = Tls(tls.cert, tls.key, tls.ca) if tls is not None else None
         self._secret = secrets.token_bytes(32)
         self._sockets: Path | None = None
         self._boots = 0
@@ -229,11 +232,14 @@ class Fleet:
         member.prefixes.clear()
         self._boots += 1
         if member.pool == "decode":
-            engine.tell(Listen(self._where(member), self._secret))
+            engine.tell(Listen(self._where(member), self._secret, self._tls))
         else:
             for other in self.decode:
                 if other.address:
-                    engine.tell(Connect(other.name, other.address, self._secret))
+                    engine.tell(self._connect(other.name, other.address))
+
+    def _connect(self, name: str, address: str) -> Connect:
+        return Connect(name, address, self._secret, self._tls)
 
     def _where(self, member: Member) -> str:
         if self._transport == "tcp":
@@ -249,7 +255,7 @@ class Fleet:
                 member.address = address
                 for other in self.prefill:
                     if other.engine is not None:
-                        other.engine.tell(Connect(member.name, address, self._secret))
+                        other.engine.tell(self._connect(member.name, address))
             case PeerNews(name, ready, refused, reason):
                 if ready:
                     member.peers.add(name)
@@ -273,7 +279,7 @@ class Fleet:
         def again() -> None:
             same = prefill.engine is engine and decode.address == address
             if same and name not in prefill.peers:
-                engine.tell(Connect(name, address, self._secret))
+                engine.tell(self._connect(name, address))
 
         asyncio.get_running_loop().call_later(_FIRST_BACKOFF, again)
 

@@ -95,9 +95,9 @@ class PrefillPeers:
     def take(self, message: Listen | Connect | Disconnect) -> None:
         """See `Peers.take`."""
         match message:
-            case Connect(name, address, secret):
+            case Connect(name, address, secret, tls):
                 try:
-                    self.connect(name, self._dial(address, secret), secret)
+                    self.connect(name, self._dial(address, secret, tls), secret)
                 except ConnectionError as error:
                     self._lost.append(PeerNews(name, ready=False, reason=str(error)))
             case Disconnect(name) if name in self._sides:

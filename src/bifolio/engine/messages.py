@@ -47,6 +47,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Close the engine and end the process."""
 
 
+class Tls(msgspec.Struct, frozen=True):
+    """Files in PEM form: who one is, and whom one trusts."""
+
+    cert: str
+    key: str
+    ca: str
+
+
 class Listen(msgspec.Struct, frozen=True, tag=True):
     """Decode engines: take connections of prefill engines that know `secret`.
 
@@ -55,6 +63,7 @@ class Listen(msgspec.Struct, frozen=True, tag=True):
 
     where: str
     secret: bytes
+    tls: Tls | None = None
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -63,6 +72,7 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
     name: str
     address: str
     secret: bytes
+    tls: Tls | None = None
 
 
 class Disconnect(msgspec.Struct, frozen=True, tag=True):
