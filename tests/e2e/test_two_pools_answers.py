@@ -4,6 +4,7 @@ Bodies are compared whole, logprobs to the last bit, streams by what they add up
 """
 
 import contextlib
+from pathlib import Path
 
 import pytest
 from e2e_harness import serving_client
@@ -89,4 +90,12 @@ async def test_the_default_model_answers_all_cases_as_the_oracle_does(plan, smol
     model = str(smollm2.path)
     limits = {"cache_memory": 2**28, "max_step_tokens": 64}
     async with both(model, plan, **limits) as (oracle, pair, expected, found):
+        await compare(oracle, pair, expected, found, text_of(model).tokenizer)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", PLANS, ids=" → ".join)
+async def test_the_trained_small_model_answers_all_cases_as_the_oracle_does(plan):
+    model = str(Path(__file__).parents[1] / "models" / "tiny")
+    async with both(model, plan, max_step_tokens=64) as (oracle, pair, expected, found):
         await compare(oracle, pair, expected, found, text_of(model).tokenizer)
