@@ -20,13 +20,18 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
-    """Commands that run within a test set up logging for their process."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    """Commands that run within tests and fixtures set up logging for their process."""
+    _restore_logging()
     yield
-    if root.level != level or _StandardError in map(type, root.handlers):
-        root.handlers = handlers
-        root.setLevel(level)
+    _restore_logging()
+
+
+def _restore_logging() -> None:
+    root = logging.getLogger()
+    ours = [handler for handler in root.handlers if isinstance(handler, _StandardError)]
+    if ours:
+        root.handlers = [handler for handler in root.handlers if handler not in ours]
+        root.setLevel(logging.WARNING)
         structlog.reset_defaults()
 
 
