@@ -262,6 +262,15 @@ def test_a_stopped_server_lets_open_streams_end(folder: Path) -> None:
         assert server.wait() == 0
 
 
+@pytest.fixture
+def hang_ups_count() -> Iterator[None]:
+    """Tests that run under nohup would hand on that hang-ups are ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_ups_count")
 def test_a_hang_up_stops_one_engine_in_order(folder: Path) -> None:
     with serving(folder) as server:
         server.process.send_signal(signal.SIGHUP)
