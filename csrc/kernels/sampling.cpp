@@ -6,10 +6,11 @@
 #include "kernels/carve.hpp"
 #include "kernels/lanes.hpp"
 
-// Tokens are ranked by falling logit, equal ones by rising id. No row is sorted whole if that can
-// be helped. With top-k or min-p, the candidates within a distance of the best logit are, and the
-// distance grows until they hold what is asked for. Else the weights above a few levels are summed,
-// which tells between which two the answer stands, until few enough stand there to be sorted.
+// Tokens are ranked by falling logit, equal ones by rising id, NaN last. No row is sorted whole if
+// that can be helped. With top-k or min-p, the candidates within a distance of the best logit are,
+// and the distance grows until they hold what is asked for. Else the weights above a few levels are
+// summed, which tells between which two the answer stands, until few enough stand there to be
+// sorted.
 
 namespace bifolio::BIFOLIO_ISA {
 namespace {
@@ -53,6 +54,14 @@ int64_t first_equal(const float* x, int64_t n, float value) {
   return 0;  // nothing but NaN
 }
 
+// What a logit weighs by: NaN as little as the lowest.
+float weighed(float x) { return x > kLowest ? x : kLowest; }
+
+// Whether a logit ranks before another whatever their ids.
+bool ranks_before(double x, double other) {
+  return x > other || (std::isnan(other) && !std::isnan(x));
+}
+
 // The sum of exp((x[i] - best) * sharpness), the terms in float, the sum in double. The terms go
 // to `terms` if that is given. NaN adds nothing.
 double sum_of_exp(const float* x, int64_t n, float best, float sharpness, float* terms = nullptr) {
@@ -72,8 +81,7 @@ double sum_of_exp(const float* x, int64_t n, float best, float sharpness, float*
     sum += static_cast<double>(sum_lanes(part));
   }
   for (; i < n; ++i) {
-    const float here = x[i] > kLowest ? x[i] : kLowest;
-    const double e = std::exp(static_cast<double>((here - best) * sharpness));
+    const double e = std::exp(static_cast<double>((weighed(x[i]) - best) * sharpness));
     if (terms) terms[i] = static_cast<float>(e);
     sum += e;
   }
@@ -334,17 +342,17 @@ void logprobs(const LogprobsArgs& a, ThreadPool&) {
   const float best = largest(a.logits, a.vocab);
   const double log_total = std::log(sum_of_exp(a.logits, a.vocab, best, 1.0F));
   const auto logprob = [&](float x) {
-    return static_cast<double>(x) - static_cast<double>(best) - log_total;
+    return static_cast<double>(weighed(x)) - static_cast<double>(best) - log_total;
   };
   const float own = a.logits[a.token];
   int32_t rank = 1;
   int64_t kept = 0;  // the best so far stand in ids[1 …] with their logits in logprobs[1 …]
   for (int64_t i = 0; i < a.vocab; ++i) {
     const float x = a.logits[i];
-    rank += x > own || (x == own && i < a.token) ? 1 : 0;
-    if (a.top == 0 || (kept == a.top && !(x > a.logprobs[a.top]))) continue;
+    rank += ranks_before(x, own) || (i < a.token && !ranks_before(own, x)) ? 1 : 0;
+    if (a.top == 0 || (kept == a.top && !ranks_before(x, a.logprobs[a.top]))) continue;
     int64_t place = kept < a.top ? ++kept : a.top;
-    for (; place > 1 && a.logprobs[place - 1] < x; --place) {
+    for (; place > 1 && ranks_before(x, a.logprobs[place - 1]); --place) {
       a.logprobs[place] = a.logprobs[place - 1];
       a.ids[place] = a.ids[place - 1];
     }

@@ -100,16 +100,27 @@ def test_logits_beyond_numbers_choose_the_best_and_fail_nobody(
 @pytest.mark.parametrize(
     "rule", [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.01}, {"temperature": 100.0}]
 )
-def test_a_draw_never_falls_on_nan_among_numbers(rule: dict[str, Any]) -> None:
+def test_a_draw_never_falls_on_nan_among_numbers(ops: SamplingOps, rule: dict[str, Any]) -> None:
     """And is what it would be if nothing stood there."""
     logits = torch.randn(70, generator=torch.Generator().manual_seed(2))
     logits[::3] = torch.nan
     without = logits.nan_to_num(nan=-torch.inf)
     draws = [draw(position=i, seed=5, **rule) for i in range(200)]
-    for native in native_sets():
-        found = native.choose([logits] * len(draws), draws)
-        assert found == native.choose([without] * len(draws), draws)
-        assert len(set(found)) > 5
+    found = ops.choose([logits] * len(draws), draws)
+    assert found == ops.choose([without] * len(draws), draws)
+    assert len(set(found)) > 5
+
+
+def test_nan_ranks_behind_all_numbers_and_has_no_part_in_their_logprobs(ops: SamplingOps) -> None:
+    logits = torch.tensor([math.nan, -math.inf, 1.0, math.nan, 1.0])
+    assert ops.greedy(logits[None]) == [2]
+    assert ops.greedy(torch.tensor([[math.nan, -math.inf]])) == [1]
+    best = ops.logprobs(logits, 4, 5)
+    assert best.rank == 2
+    assert [i for i, _ in best.top] == [2, 4, 1, 0, 3]
+    half = pytest.approx(-math.log(2))
+    assert [p for _, p in best.top] == [half, half, *[-math.inf] * 3]
+    assert [ops.logprobs(logits, i, 0).rank for i in (1, 0, 3)] == [3, 4, 5]
 
 
 def test_equal_logits_rank_by_id_and_masked_ids_never_come(ops: SamplingOps) -> None:
@@ -162,6 +173,8 @@ def rows(drawn: st.DrawFn) -> Tensor:
         logits = logits.round()  # many equal ones
     if size > 3 and drawn(st.booleans()):
         logits[torch.randint(size, (size // 3,), generator=generator)] = -torch.inf
+    if size > 3 and drawn(st.booleans()):
+        logits[torch.randint(size, (size // 3,), generator=generator)] = torch.nan
     return logits
 
 
@@ -184,7 +197,7 @@ def test_native_choice_is_the_reference_choice(pairs: list[tuple[Tensor, dict[st
     for native in native_sets():
         for logits, rule in pairs:
             one = draw(**rule)
-            if torch.isinf(logits).all():
+            if not torch.isfinite(logits).any():
                 continue
             expected = REFERENCE.choose([logits], [one])[0]
             found = native.choose([logits], [one])[0]
@@ -195,6 +208,7 @@ def test_native_choice_is_the_reference_choice(pairs: list[tuple[Tensor, dict[st
 
 def near_a_border(logits: Tensor, one: Draw, first: int, second: int) -> bool:
     """Whether a draw moved by 1e-5 of the mass, either way, could be the other token."""
+    logits = logits.masked_fill(logits.isnan(), -torch.inf)
     order = torch.sort(logits, descending=True, stable=True).indices.tolist()
     low, high = sorted((order.index(first), order.index(second)))
     p = torch.softmax(logits.double()[order] / one.sampling.temperature, dim=0)
@@ -204,10 +218,9 @@ def near_a_border(logits: Tensor, one: Draw, first: int, second: int) -> bool:
 @settings(max_examples=60)
 @given(rows(), st.integers(0, 20), st.randoms())
 def test_native_logprobs_are_those_of_the_reference(logits: Tensor, top: int, chance: Any) -> None:
-    finite = [i for i, x in enumerate(logits.tolist()) if math.isfinite(x)]
-    if not finite:
+    if not torch.isfinite(logits).any():
         return
-    token = chance.choice(finite)
+    token = chance.randrange(len(logits))
     expected = REFERENCE.logprobs(logits, token, top)
     for native in native_sets():
         found = native.logprobs(logits, token, top)

@@ -3,7 +3,8 @@
     logits → penalties → bias → masked ids out → temperature → min-p → top-k → top-p → draw
 
 Reported logprobs are those of the unmodified logits. Tokens are ranked by falling logit, equal
-ones by rising id; every rule below speaks of that order. Sums are in float64.
+ones by rising id; every rule below speaks of that order. NaN comes last and weighs nothing. Sums
+are in float64.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ReferenceSampling:
     """Every rule by its definition, with a full sort."""
 
     def greedy(self, logits_lv: Tensor) -> list[int]:
-        return logits_lv.argmax(dim=-1).tolist()  # the first of equal ones
+        return _ranked(logits_lv)[:, 0].tolist()
 
     def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
         return [self._choose(row, draw) for row, draw in zip(rows_v, draws, strict=True)]
@@ -70,7 +71,7 @@ class ReferenceSampling:
         if sampling.temperature == 0 or not math.isfinite(best):
             return int(order_v[0])
         sorted_v = (logits_v[order_v].double() - best) / sampling.temperature
-        p_v = torch.softmax(sorted_v, dim=0)
+        p_v = torch.softmax(_weightless_nan(sorted_v), dim=0)
         keep = int((p_v >= sampling.min_p * p_v[0]).sum())
         if sampling.top_k:
             keep = min(keep, sampling.top_k)
@@ -86,7 +87,7 @@ class ReferenceSampling:
 
     def logprobs(self, logits_v: Tensor, token: int, top: int) -> TokenLogprobs:
         order_v = _ranked(logits_v)
-        logprob_v = torch.log_softmax(logits_v.double(), dim=0)
+        logprob_v = torch.log_softmax(_weightless_nan(logits_v.double()), dim=0)
         rank = int((order_v == token).nonzero()[0]) + 1
         best = [(int(i), float(logprob_v[i])) for i in order_v[:top]]
         return TokenLogprobs(float(logprob_v[token]), rank, best)
@@ -147,4 +148,8 @@ def splitmix64(x: int) -> int:
 
 def _ranked(logits: Tensor) -> Tensor:
     """Indices along the last dimension, best first, equal logits by rising id."""
-    return torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    return torch.sort(-logits, dim=-1, stable=True).indices  # which puts NaN behind all numbers
+
+
+def _weightless_nan(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits.isnan(), -torch.inf)
