@@ -113,7 +113,7 @@ class _WatchedOps(ReferenceOps):
         self.watch: dict[int, Callable[[Tensor], None]] = {}
         """By the identity of a weight."""
 
-    def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:  # type: ignore[override]
+    def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         return _LazyWeight(weight, bias_n)
 
     def linear(

@@ -42,7 +42,7 @@ class ReferenceOps(GroupedOps, LatentOps):
 
     name = "reference"
 
-    def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> ReferenceWeight:
+    def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         bias = None if bias_n is None else bias_n.to(torch.float32)
         order = None if weight.order_k is None else weight.order_k.long()
         matrix = decode(replace(weight, order_k=None))
