@@ -8,7 +8,8 @@ Cache     `bf16` · `fp8` (e4m3, one static scale per layer and head) · `fp8:to
           per token and head; latent attention: one fp32 scale per token and 128 latents, the
           rotated key in bf16) · `fp32` for tests.
 Plans     `weights/cache`, e.g. `int4:g32:a8/fp8`, or `weights=fp8,cache=bf16,head=int8,page=16`;
-          one for each phase. `auto` weights mean: as the checkpoint stores them.
+          one for each phase, `PREFILL->DECODE` (or `→`) where they differ. `auto` weights mean: as
+          the checkpoint stores them.
 
 A group that does not divide the row ends in a short tail: k numbers have ceil(k / g) groups.
 """
@@ -252,10 +253,14 @@ class PrecisionPlan:
         """Build a plan from texts: `plan` speaks for both phases, the others for one.
 
         Each text is `weights/cache`, or `weights=…,experts=…,cache=…,head=…,page=…` in any order,
-        any part left out. A phase's own text wins over `plan`. ConfigError names text and cure.
+        any part left out; `plan` may be two of them, `PREFILL->DECODE`. A phase's own text wins
+        over `plan`. ConfigError names text and cure.
         """
-        shared = _parse_phase(plan) if plan else {}
-        sides = [shared | (_parse_phase(text) if text else {}) for text in (prefill, decode)]
+        shared = _split_phases(plan) if plan else ("", "")
+        sides = [
+            _parse_phase(text) | _parse_phase(own or "")
+            for text, own in zip(shared, (prefill, decode), strict=True)
+        ]
         pages = {int(side["page"]) for side in sides if "page" in side}
         if len(pages) > 1:
             raise ConfigError(f"page= must be the same for both phases, not {sorted(pages)}")
@@ -279,7 +284,18 @@ class PrecisionPlan:
 _PLAN_KEYS = ("weights", "experts", "cache", "head", "page")
 
 
+def _split_phases(plan: str) -> tuple[str, str]:
+    prefill, arrow, decode = plan.replace("->", "→").partition("→")
+    if not arrow:
+        return plan, plan
+    if not prefill.strip() or not decode.strip():
+        raise ConfigError(f"a phase is missing in the plan {plan!r}; write PREFILL->DECODE")
+    return prefill.strip(), decode.strip()
+
+
 def _parse_phase(text: str) -> dict[str, str]:
+    if not text:
+        return {}
     if "=" not in text:
         weights, slash, cache = text.partition("/")
         if not slash:

@@ -98,6 +98,10 @@ def test_the_published_rows_meet_their_like_only(results):
     assert rows[3][3] == f"×{1 / caches[0].peak:.2f}"
 
 
+def test_a_plan_whose_phases_differ_meets_no_published_row():
+    assert pairs([{"targets": {"bf16/bf16": {}, "bf16/bf16->int4:g32/bf16": {}}}]) == ([], [])
+
+
 @pytest.mark.usefixtures("without_plots")
 def test_what_is_measured_stands_beside_the_ceiling_of_the_same_plan_and_lengths(results):
     page = joined_page(read_documents(results))

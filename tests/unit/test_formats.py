@@ -135,6 +135,15 @@ def test_a_plan_for_both_phases_and_one_for_each() -> None:
     assert str(two.phase(Phase.DECODE)) == "int4:g32:a8/bf16"
 
 
+@pytest.mark.parametrize("arrow", ["->", " → "])
+def test_one_text_with_an_arrow_speaks_for_each_phase(arrow: str) -> None:
+    plan = PrecisionPlan.parse(f"fp8/bf16{arrow}weights=int4:g32,page=32")
+    assert plan == PrecisionPlan.parse(prefill="fp8/bf16", decode="weights=int4:g32,page=32")
+    assert (str(plan.prefill), str(plan.decode)) == ("fp8/bf16", "int4:g32/bf16")
+    own = PrecisionPlan.parse(f"fp8/bf16{arrow}int4:g32/fp8", decode="cache=bf16")
+    assert own == PrecisionPlan.parse(prefill="fp8/bf16", decode="int4:g32/bf16")
+
+
 def test_a_phase_of_its_own_overrides_the_plan_key_by_key() -> None:
     plan = PrecisionPlan.parse("int8/fp8", decode="weights=int4:g64,head=int8")
     assert str(plan.prefill) == "int8/fp8"
@@ -161,6 +170,8 @@ def test_what_a_plan_leaves_out_is_as_stored_in_bf16_pages_of_16() -> None:
         ({"plan": "page=sixteen"}, r"not a number of tokens"),
         ({"plan": "/fp8"}, r"unknown weight format ''"),
         ({"plan": "bf16/"}, r"unknown cache format ''"),
+        ({"plan": "bf16/bf16->"}, r"a phase is missing .*write PREFILL->DECODE"),
+        ({"plan": "bf16/bf16->int8/bf16->fp8/bf16"}, r"unknown cache format 'bf16→fp8/bf16'"),
         ({"plan": "bf16/fp8/fp8"}, r"unknown cache format 'fp8/fp8'"),
         ({"prefill": "page=16", "decode": "page=32"}, r"same for both phases, not \[16, 32\]"),
     ],

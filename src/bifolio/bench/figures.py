@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -300,8 +299,3 @@ def _warnings(seen: Observation, good: Sequence[Record], counted: bool) -> list[
     if seen.unsent:
         found.append(f"{seen.unsent} later turns were not sent, since an earlier one failed")
     return found
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value; NaN of none."""
-    return float(np.median(values)) if len(values) else math.nan

@@ -114,7 +114,7 @@ def bench(
 def compare(
     plans: Annotated[
         list[str],
-        typer.Argument(help="Plans as for serve, prefill→decode, or URLs of running servers."),
+        typer.Argument(help="Plans as for serve, PREFILL->DECODE too, or URLs of running servers."),
     ],
     model: options.Model = DEFAULT_MODEL,
     server: Annotated[

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bifolio.bench.target import Description, Target
 from bifolio.config import EngineConfig, parse_bytes
-from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
     from bifolio.cli.child import Event
@@ -34,15 +33,13 @@ def is_url(text: str) -> bool:
 
 
 def in_process(machine: Machine, plan: str) -> Target:
-    """An engine in this process; `plan` as for serve, `prefill→decode` where the phases differ."""
+    """An engine in this process; `plan` as for serve."""
     from bifolio.bench.in_process import InProcess
     from bifolio.formats import PrecisionPlan
 
-    prefill, arrow, decode = plan.replace("->", "→").partition("→")
-    parsed = PrecisionPlan.parse(prefill, decode=decode.strip() if arrow else None)
     config = EngineConfig(
         model=machine.model,
-        plan=parsed,
+        plan=PrecisionPlan.parse(plan),
         cache_memory=parse_bytes(machine.cache_memory),
         max_num_seqs=machine.seats,
         threads=machine.threads,
@@ -63,10 +60,8 @@ def own_server(machine: Machine, plan: str) -> Iterator[Target]:
     from bifolio.bench.endpoint import Endpoint
     from bifolio.cli.child import serving
 
-    prefill, arrow, decode = plan.replace("->", "→").partition("→")
-    arguments = ["--prefill", prefill, "--decode", decode] if arrow else ["--plan", plan]
-    arguments += ["--cache-memory", machine.cache_memory, "--max-num-seqs", str(machine.seats)]
-    arguments += ["--threads", str(machine.threads)]
+    arguments = ["--plan", plan, "--cache-memory", machine.cache_memory]
+    arguments += ["--max-num-seqs", str(machine.seats), "--threads", str(machine.threads)]
     with serving(machine.model, arguments) as server:
         told = _told(server.ready, _vocab(machine.model))
         target = Endpoint(server.url, server.api_key, model=server.model, told=told)
@@ -96,14 +91,3 @@ def _vocab(model: str) -> int:
     from bifolio.models.source import resolve_source
 
     return resolve_source(model).spec.vocab
-
-
-def check_lengths(targets: Sequence[Target], longest: int) -> None:
-    """ConfigError if the longest request cannot be answered."""
-    for target in targets:
-        told = target.describe()
-        if told.max_model_len is not None and longest > told.max_model_len:
-            raise ConfigError(
-                f"requests of {longest:,} tokens do not fit into the {told.max_model_len:,} of "
-                f"{told.plan or told.url}; ask for less, or give more --cache-memory"
-            )

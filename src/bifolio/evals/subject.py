@@ -19,17 +19,7 @@ from bifolio.spec import PageSpec
 
 SEATS = 32
 """Requests that run together. Results do not depend on it."""
-_ARROWS = ("→", "->")
 _LEAST_CACHE = 2**28
-
-
-def read_plan(text: str) -> PrecisionPlan:
-    """One plan for both phases, or `PREFILL->DECODE` (an arrow `→` does as well)."""
-    for arrow in _ARROWS:
-        if arrow in text:
-            prefill, decode = text.split(arrow, 1)
-            return PrecisionPlan.parse(None, prefill.strip(), decode.strip())
-    return PrecisionPlan.parse(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +35,11 @@ class Setup:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        read_plan(self.plan)
+        PrecisionPlan.parse(self.plan)
 
     def config(self, source: ModelSource, tokens: int) -> EngineConfig:
         """An engine with room for a request of `tokens` tokens in every seat, or nearly."""
-        plan = read_plan(self.plan)
+        plan = PrecisionPlan.parse(self.plan)
         page = PageSpec.of(source.spec, plan.prefill.cache, plan.page_size)
         longest = page.pages_for(tokens) * page.page_bytes
         return EngineConfig.model_validate(

@@ -94,6 +94,8 @@ def _formats(name: str) -> tuple[str, str] | None:
         plan = PrecisionPlan.parse(name)
     except ConfigError:
         return None
+    if plan.prefill != plan.decode:
+        return None
     return str(plan.decode.weights), str(plan.decode.cache)
 
 
