@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from fake_workers import router_over
 
+from bifolio.engine.messages import Disconnect, PeerNews
 from bifolio.errors import ConfigError
 
 
@@ -72,3 +73,51 @@ async def test_what_was_sent_a_moment_ago_is_waited_for(fleet):
     assert not removing.done()
     finish(fleet)
     await removing
+
+
+async def test_nobody_connects_to_a_worker_that_is_about_to_end(fleet, monkeypatch):
+    monkeypatch.setattr("bifolio.disagg.fleet._FIRST_BACKOFF", 0.0)
+    sender, ending, told, stopped = fleet.prefill[0], fleet.member("d0"), [], asyncio.Event()
+    sender.engine.tell = told.append
+    ending.address = "shm:somewhere"
+
+    async def stop():
+        fleet._on_news(sender, sender.engine, PeerNews("d0", ready=False, reason="it has gone"))
+        stopped.set()
+
+    ending.engine.stop = stop
+    replacing = asyncio.create_task(fleet.replace("d0"))
+    finish(fleet)
+    await asyncio.wait_for(stopped.wait(), 5)
+    await asyncio.sleep(0.02)
+    assert told == [Disconnect("d0")]
+    replacing.cancel()
+    await asyncio.gather(replacing, return_exceptions=True)
+
+
+async def test_wishes_for_new_workers_during_a_round_are_one_further_round(fleet):
+    replaced, gate = [], asyncio.Event()
+
+    async def replace(name):
+        replaced.append(name)
+        await gate.wait()
+
+    fleet.replace = replace
+    asking = [asyncio.create_task(fleet.replace_all()) for _ in range(5)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*asking)
+    await fleet.replace_all()
+    assert replaced == ["p0", "d0", "d1"] * 3
+
+
+async def test_a_worker_that_is_being_replaced_already_is_waited_for(fleet):
+    member = fleet.member("d0")
+    engine, member.engine = member.engine, None
+    replacing = asyncio.create_task(fleet.replace("d0"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not replacing.done()
+    member.engine = engine
+    await asyncio.wait_for(replacing, 5)
+    assert member.up

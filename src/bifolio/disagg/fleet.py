@@ -143,6 +143,7 @@ class Fleet:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._refusal = ""
         self._replacing = asyncio.Lock()
+        self._round_waits = False
 
     @property
     def members(self) -> list[Member]:
@@ -296,7 +297,8 @@ class Fleet:
                 log.info("worker ends to be replaced", worker=member.name)
             else:
                 log.error("worker lost", worker=member.name, reason=reason)
-            await self._retire(member, engine)
+            self._forget(member)
+            await engine.stop()
             if time.monotonic() - began > _LONG_LIFE:
                 backoff = _FIRST_BACKOFF
             while member.engine is None:
@@ -322,15 +324,14 @@ class Fleet:
         finally:
             closed.cancel()
 
-    async def _retire(self, member: Member, engine: AsyncEngine) -> None:
-        """A member has no process: nobody is sent to it, and nobody keeps connections to it."""
+    def _forget(self, member: Member) -> None:
+        """A member's process ends: nobody is sent to it, or makes and keeps connections to it."""
         member.engine, member.address, member.peers = None, "", set()
         if member.pool == "decode":
             for other in self.prefill:
                 if other.engine is not None:
                     other.engine.tell(Disconnect(member.name))
                 other.peers.discard(member.name)
-        await engine.stop()
 
     async def replace(self, name: str, *, patience: float = 600.0) -> None:
         """Let a worker finish what it has, end it, and start another in its place.
@@ -341,12 +342,13 @@ class Fleet:
         member = self.member(name)
         _check_stays(member)
         engine = member.engine
-        if engine is None:
-            return  # it is being replaced already
         member.draining = True
         try:
-            await _drained(engine, patience)
-            await engine.stop()  # its watcher starts the next
+            if engine is not None:  # else it is being replaced already
+                await _drained(engine, patience)
+                if member.engine is engine:
+                    self._forget(member)  # first, or they would connect to it while it ends
+                await engine.stop()  # its watcher starts the next
             while member.engine in (None, engine) or not self._has_partner(member):
                 _check_stays(member)
                 await asyncio.sleep(0.02)
@@ -355,11 +357,23 @@ class Fleet:
             self.changed.set()
 
     async def replace_all(self) -> None:
-        """One after the other; see `replace`."""
-        async with self._replacing:
+        """One after the other; see `replace`.
+
+        Of those who ask while a round is under way, one has another round, and all others share it.
+        """
+        if self._round_waits:
+            return
+        self._round_waits = True
+        try:
+            await self._replacing.acquire()
+        finally:
+            self._round_waits = False
+        try:
             for member in self.members:
                 with suppress(ConfigError):  # it has been removed meanwhile
                     await self.replace(member.name)
+        finally:
+            self._replacing.release()
 
     def _has_partner(self, member: Member) -> bool:
         if member.pool == "prefill":
@@ -409,8 +423,10 @@ class Fleet:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
         members.remove(member)
-        if member.engine is not None:
-            await self._retire(member, member.engine)
+        engine = member.engine
+        self._forget(member)
+        if engine is not None:
+            await engine.stop()
         member.place.give_up()
         log.info("worker removed", worker=name)
 
