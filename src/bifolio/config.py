@@ -24,6 +24,9 @@ PREFILL_CHUNK = 256
 """Tokens of a step of a prefill worker, if nothing is asked for. Pages of one chunk travel while
 the next is computed: of a prompt of 2,048 tokens, seven eighths have left when it is done."""
 
+MAX_WORKERS = 64
+"""Most workers of a pool when it starts."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -101,8 +104,8 @@ class PoolsConfig(_Frozen):
     `on_worker_loss`: whether requests of a lost worker are sent through again, or end as errors.
     """
 
-    prefill_workers: int = Field(ge=1, le=64)
-    decode_workers: int = Field(ge=1, le=64)
+    prefill_workers: int = Field(ge=1, le=MAX_WORKERS)
+    decode_workers: int = Field(ge=1, le=MAX_WORKERS)
     decode: EngineConfig
     transport: Literal["shm", "tcp"] = "shm"
     on_worker_loss: Literal["recompute", "fail"] = "recompute"
@@ -164,19 +167,21 @@ def _two_pools(
     plan: PrecisionPlan, engine: dict[str, Any], pools: Any, **options: Any
 ) -> dict[str, Any]:
     """Configurations of both pools: each worker knows the plan of its own phase alone."""
-    match = re.fullmatch(r"(\d+)p(\d+)d", pools) if isinstance(pools, str) else None
-    if match is None:
-        raise ConfigError(f"pools: {pools!r} is not like 1p1d (prefill and decode workers)")
-    workers = int(match[1]) + int(match[2])
+    match = re.fullmatch(r"(\d{1,4})p(\d{1,4})d", pools) if isinstance(pools, str) else None
+    counts = [int(number) for number in match.groups()] if match is not None else []
+    if not counts or not all(1 <= count <= MAX_WORKERS for count in counts):
+        raise ConfigError(
+            f"pools: {pools!r} is not like 1p1d (1 to {MAX_WORKERS} prefill and decode workers)"
+        )
     if not engine.get("threads"):
-        engine = engine | {"threads": max(1, len(os.sched_getaffinity(0)) // max(1, workers))}
+        engine = engine | {"threads": max(1, len(os.sched_getaffinity(0)) // sum(counts))}
     prefill, decode = (PrecisionPlan(side, side, plan.page_size) for side in plan.sides)
     chunk = {"max_step_tokens": PREFILL_CHUNK} | engine
     return {
         "engine": EngineConfig(plan=prefill, **chunk),
         "pools": PoolsConfig(
-            prefill_workers=int(match[1]),
-            decode_workers=int(match[2]),
+            prefill_workers=counts[0],
+            decode_workers=counts[1],
             decode=EngineConfig(plan=decode, **engine),
             **options,
         ),
@@ -198,6 +203,9 @@ def _explain(error: ValidationError) -> str:
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown configuration key {key!r}; known keys: {', '.join(known)}")
+        elif item["type"] == "value_error" and isinstance(item["input"], dict):
+            # It is about several keys at once, and names them.
+            lines.append(item["msg"].removeprefix("Value error, "))
         else:
             got = (
                 "" if {"api_keys", "admin_key"} & set(item["loc"]) else f" (got {item['input']!r})"

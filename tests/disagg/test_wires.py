@@ -57,7 +57,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         listen("tcp:127.0.0.1:0", b"secret", Tls(str(empty), str(empty), str(empty)))
     tls = {"cert": GOOD.cert, "key": GOOD.key, "ca": "nowhere.pem"}
     options = {"model": "m", "pools": "1p1d", "transport": "tcp"}
-    with pytest.raises(ConfigError, match=r"nowhere\.pem is no file"):
+    with pytest.raises(ConfigError, match=r"^tls\.ca: nowhere\.pem is no file$"):
         resolve(options | {"tls": tls})
-    with pytest.raises(ConfigError, match="transport=tcp"):
+    with pytest.raises(ConfigError, match=r"^tls encrypts transport=tcp; .* machine$"):
         resolve(options | {"transport": "shm", "tls": tls | {"ca": GOOD.cert}})

@@ -192,6 +192,8 @@ class _Run:
             log.warning("cache pages are not checked", cure="leave --no-integrity out")
         if not self._config.api_keys and not is_local(self._sock):
             log.warning("whoever reaches this address can use it", cure="set BIFOLIO_API_KEY")
+        if self._config.admin_key and self._config.pools is None:
+            log.warning("one engine has no workers to administer", cure="leave --admin-key out")
 
 
 def client_of(

@@ -96,7 +96,8 @@ def test_two_pools_give_each_phase_its_workers_and_its_formats(
     ("options", "words"),
     [
         (["--pools", "p1d"], "not like 1p1d"),
-        (["--pools", "0p1d"], "prefill_workers"),
+        (["--pools", "0p1d"], "pools: '0p1d' is not like 1p1d (1 to 64"),
+        (["--pools", "1p65d"], "pools: '1p65d' is not like 1p1d (1 to 64"),
         (["--on-worker-loss", "fail"], "give pools=1p1d"),
     ],
 )
