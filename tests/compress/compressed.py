@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from bifolio.compress.job import Progress
 from bifolio.compress.recipe import Recipe
-from bifolio.compress.report import Report
+from bifolio.compress.report import OutputDistance, Report
 from bifolio.compress.run import compress_checkpoint
 from bifolio.compress.texts import Texts
 from bifolio.formats import PrecisionPlan, WeightFormat
@@ -68,6 +69,7 @@ def compress(
     weights: str,
     *,
     texts: list[list[int]] | None = None,
+    judge: Callable[[], OutputDistance] | None = None,
     shard_bytes: int | None = None,
     progress: Progress = lambda _stage, _done, _total: None,
     **options: Any,
@@ -78,6 +80,7 @@ def compress(
         target,
         Recipe(WeightFormat.parse(weights), **options),
         pieces,
+        judge=judge,
         shard_bytes=shard_bytes,
         progress=progress,
     )

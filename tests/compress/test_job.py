@@ -23,6 +23,7 @@ from bifolio.compress.forecast import forecast
 from bifolio.compress.job import REPORT
 from bifolio.compress.layout import held_in_bf16, lay_out
 from bifolio.compress.recipe import Method, Only, Recipe
+from bifolio.compress.report import OutputDistance
 from bifolio.compress.source import SourceModel
 from bifolio.errors import ConfigError
 from bifolio.formats import PrecisionPlan, WeightFormat
@@ -88,6 +89,25 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert len(list(killed.glob("*.safetensors"))) > 3
     for name, written in first.items():
         assert (killed / name).stat().st_mtime_ns == written, "what was finished is not made again"
+
+
+def test_a_run_that_ends_while_the_result_is_measured_goes_on_there(tmp_path: Path) -> None:
+    source, target = write_source(tmp_path / "source"), tmp_path / "small"
+
+    def interrupted() -> OutputDistance:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, target, "int4:g32", judge=interrupted)
+    logits(target)  # can be loaded, as whoever measures does
+    written = {p.name: p.stat().st_mtime_ns for p in target.glob("*.safetensors")}
+    found = OutputDistance(positions=3, kl=0.25, kl_p99=0.5, top1=0.75)
+    report = compress(source, target, "int4:g32", judge=lambda: found)
+    assert report.distance == found and len(report.layers) > 1
+    assert json.loads((target / REPORT).read_text())["distance"]["kl"] == 0.25
+    assert written == {p.name: p.stat().st_mtime_ns for p in target.glob("*.safetensors")}
+    with pytest.raises(ConfigError, match="not empty"):
+        compress(source, target, "int4:g32")
 
 
 def test_block_fp8_with_experts_like_kimis_has_the_size_of_the_arithmetic(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,20 +102,14 @@ def _forecast(source: str, recipe: Recipe) -> Report:
 def _compress(
     name: str, target: Path, recipe: Recipe, calibration: Path | None, tokens: int
 ) -> Report:
-    from dataclasses import replace
-
-    from bifolio.compress.job import write_report
     from bifolio.compress.run import compress_checkpoint
     from bifolio.models.source import resolve_source
 
     with reporter() as progress:
         source = resolve_source(name, progress)
         texts = None if calibration is None else read_calibration(source, calibration, tokens)
-        report = compress_checkpoint(source, target, recipe, texts, progress=progress)
-    if texts is not None:
-        report = replace(report, distance=_distance(source, target, texts))
-        write_report(target, report)
-    return report
+        judge = None if texts is None else partial(_distance, source, target, texts)
+        return compress_checkpoint(source, target, recipe, texts, judge=judge, progress=progress)
 
 
 def read_calibration(source: ModelSource, path: Path, tokens: int) -> Texts:

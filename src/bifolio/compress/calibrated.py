@@ -19,9 +19,10 @@ from torch import Tensor
 from bifolio.compress.awq import Fold, divisor, find_scales, folds
 from bifolio.compress.catalogue import catalogue
 from bifolio.compress.coded import Coded
+from bifolio.compress.files import DTYPES
 from bifolio.compress.gptq import gptq_codes
 from bifolio.compress.inputs import LayerRunner, Moments, Streams
-from bifolio.compress.job import SCALE_DTYPES, Emit, RoundToNearest, emit_coded, numbers
+from bifolio.compress.job import Emit, RoundToNearest, emit_coded, numbers
 from bifolio.compress.layout import Piece, Unit
 from bifolio.compress.recipe import Method, Recipe
 from bifolio.compress.report import MatrixError
@@ -43,7 +44,7 @@ class Calibrated:
         self._source, self._recipe = source, recipe
         self._entries = catalogue(source.spec)
         self._plain = RoundToNearest(source, recipe)
-        self._dtype = SCALE_DTYPES[source.scale_dtype]
+        self._dtype = DTYPES[source.scale_dtype]
         self._runner = LayerRunner(source.spec, source.tensors, max(map(len, texts)))
         self._texts = texts
         self._streams: Streams | None = None

@@ -23,7 +23,7 @@ from bifolio.compress.layout import ITEM_BYTES, Shard
 from bifolio.models.shards import INDEX
 
 _ALIGN = 8
-_DTYPES = {
+DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -32,6 +32,7 @@ _DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+"""By the names of safetensors."""
 
 
 def header(tensors: Iterable[Stored]) -> tuple[bytes, dict[str, int]]:
@@ -85,7 +86,7 @@ class TensorFile:
         """Write a tensor to its place. It must be laid out, and is written once."""
         wanted = self._missing.pop(name)
         assert tuple(tensor.shape) == wanted.shape, f"{name}: {tensor.shape} is not {wanted.shape}"
-        assert tensor.dtype is _DTYPES[wanted.dtype], f"{name}: {tensor.dtype}, {wanted.dtype}"
+        assert tensor.dtype is DTYPES[wanted.dtype], f"{name}: {tensor.dtype}, {wanted.dtype}"
         self._file.seek(self._places[name])
         raw = tensor.contiguous().flatten().view(torch.uint8)
         self._file.write(raw.numpy().data)

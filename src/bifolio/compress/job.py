@@ -3,7 +3,7 @@
 The target folder holds `.compress/` while the work lasts: what is being made (another recipe,
 source or text is refused), and for each finished file its errors. A file has its own name only
 when it is whole, and the same recipe makes the same bytes, interrupted or not. Last come the
-index, the configuration and the report, and `.compress/` goes.
+configuration and the index, then the report, and `.compress/` goes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from bifolio.compress.catalogue import Entry, catalogue
 from bifolio.compress.config import compressed_config
-from bifolio.compress.files import TensorFile, file_bytes, write_index, write_json
+from bifolio.compress.files import DTYPES, TensorFile, file_bytes, write_index, write_json
 from bifolio.compress.layout import OTHER, Piece, Unit, lay_out
 from bifolio.compress.recipe import Recipe
 from bifolio.compress.report import (
@@ -45,8 +44,6 @@ _VERSION = 1
 
 _NOT_COPIED = {INDEX, "config.json", REPORT}
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
-"""By the names of safetensors."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the numbers (parameters) that are done, and their total."""
@@ -76,7 +73,7 @@ class RoundToNearest:
 
     def __init__(self, source: SourceModel, recipe: Recipe) -> None:
         self._source, self._recipe = source, recipe
-        self._dtype = SCALE_DTYPES[source.scale_dtype]
+        self._dtype = DTYPES[source.scale_dtype]
         self._layers = {name: entry.layer for name, entry in catalogue(source.spec).items()}
 
     def unit(self, unit: Unit, emit: Emit) -> Iterator[MatrixError | int]:
@@ -98,11 +95,6 @@ class RoundToNearest:
 
     def load(self, path: Path) -> None:
         """Nothing was kept."""
-
-
-def write_report(target: Path, report: Report) -> None:
-    """The report as JSON beside the result."""
-    write_json(target / REPORT, report.as_json())
 
 
 def emit_coded(piece: Piece, tensors: dict[str, Tensor], emit: Emit) -> None:
@@ -155,7 +147,7 @@ class Job:
         self._begin({"version": _VERSION, "recipe": str(recipe), "inputs": inputs})
 
     def run(self, progress: Progress = lambda _stage, _done, _total: None) -> Report:
-        """Make what is not there yet."""
+        """Make what is not there yet, so that the result can be loaded. `close` is what remains."""
         done, total = 0, sum(numbers(piece) for piece in self._pieces)
         errors: list[MatrixError] = []
         resumed = None
@@ -183,7 +175,13 @@ class Job:
                 file.commit()
             self._kept(i - 1).unlink(missing_ok=True)
             errors += found
-        return self._finish(errors)
+        self._describe()
+        return self._report(errors)
+
+    def close(self, report: Report) -> None:
+        """Put the report beside the result. Until then the same job can be run again."""
+        write_json(self._target / REPORT, report.as_json())
+        shutil.rmtree(self._state)
 
     def _kept(self, shard: int) -> Path:
         return self._state / f"after-{shard}.safetensors"
@@ -206,8 +204,7 @@ class Job:
         self._state.mkdir(parents=True, exist_ok=True)
         write_json(made, identity)
 
-    def _finish(self, errors: list[MatrixError]) -> Report:
-        report = self._report(errors)
+    def _describe(self) -> None:
         for path in sorted(self._source.path.iterdir()):
             skipped = path.name in _NOT_COPIED or path.suffix in _WEIGHT_FILES
             if path.is_file() and not skipped and not path.name.endswith(".index.json"):
@@ -217,10 +214,7 @@ class Job:
         )
         described.setdefault(ORIGIN, self._source.identity)  # so that both make a pair of workers
         write_json(self._target / "config.json", described)
-        write_report(self._target, report)
         write_index(self._target, self._shards)
-        shutil.rmtree(self._state)
-        return report
 
     def _report(self, errors: list[MatrixError]) -> Report:
         before = _bytes_before(self._source, self._entries)

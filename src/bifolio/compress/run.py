@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from bifolio.compress.calibrated import Calibrated
 from bifolio.compress.job import Compressor, Job, Progress, RoundToNearest
 from bifolio.compress.recipe import Method, Recipe
-from bifolio.compress.report import Report
+from bifolio.compress.report import OutputDistance, Report
 from bifolio.compress.source import SourceModel
 from bifolio.compress.texts import Texts
 from bifolio.errors import ConfigError
@@ -20,12 +23,14 @@ def compress_checkpoint(
     recipe: Recipe,
     texts: Texts | None = None,
     *,
+    judge: Callable[[], OutputDistance] | None = None,
     shard_bytes: int | None = None,
     progress: Progress = lambda _stage, _done, _total: None,
 ) -> Report:
     """Write the compressed checkpoint to the folder `target`, or go on writing it.
 
-    GPTQ and AWQ need `texts`. Errors: ConfigError for options that cannot work, CheckpointError
+    GPTQ and AWQ need `texts`. `judge` measures the result once it can be loaded; a run that ends
+    within goes on there. Errors: ConfigError for options that cannot work, CheckpointError
     for a source that is not sound.
     """
     model = SourceModel(source)
@@ -35,9 +40,21 @@ def compress_checkpoint(
         if texts is None:
             raise ConfigError(f"--method {recipe.method} needs a text: --calibration FILE")
         compressor, inputs = Calibrated(model, recipe, texts.calibration), texts.digest
-    try:
+    with _writing(target):
         job = Job(model, target, recipe, compressor, inputs=inputs, shard_bytes=shard_bytes)
-        return job.run(progress)
+        report = job.run(progress)
+    if judge is not None:
+        progress("measuring", 0, 0)
+        report = replace(report, distance=judge())
+    with _writing(target):
+        job.close(report)
+    return report
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"writing {target} ended: {error}; with the cause removed, the same command goes on"
