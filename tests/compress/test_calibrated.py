@@ -213,7 +213,7 @@ def test_a_text_is_cut_into_pieces_of_which_the_last_are_held_out(tmp_path: Path
     assert found.held_out[0][0] == 896 and len(found.held_out) == 4
     assert max(piece[-1] for piece in found.calibration) < 896
     lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"tokens": [1, 2, 3]}\n' * 15 + '{"text": "abc"}\n')
+    lines.write_text('{"tokens": [1, 2, 3]}\n' * 15 + '{"text": "a\u2028c"}\n')
     found = read_texts(lines, lambda text: [9] * len(text), tokens=9999, vocab=10, longest=32)
     assert found.calibration == ((1, 2, 3),) * 14 and found.held_out == ((1, 2, 3), (9, 9, 9))
 

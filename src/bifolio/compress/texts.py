@@ -68,7 +68,7 @@ def _documents(path: Path, encode: Callable[[str], list[int]], vocab: int) -> It
     if path.suffix != ".jsonl":
         yield encode(text)
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold other line breaks
         if line.strip():
             yield _line(line, encode, vocab, f"{path}, line {number}")
 

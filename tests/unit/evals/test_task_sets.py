@@ -115,12 +115,23 @@ def test_a_file_of_items_makes_a_task_for_each_name(tmp_path: Path) -> None:
         ({"prompt": "", "expected": "1"}, "item 1: 'prompt' must be a text"),
         ({"prompt": "a", "expected": "1", "tsak": "x"}, "unknown key 'tsak'"),
         ({"prompt": "a", "expected": "z", "choices": ["x"]}, "none of the choices"),
+        ({"prompt": "a", "expected": "1", "choices": "123"}, "'choices' must be a list of texts"),
+        ({"prompt": "a", "expected": "1", "choices": ["1", 2]}, "'choices' must be a list of"),
+        ({"prompt": "a", "expected": "1", "task": ["kv"]}, "'task' must be a text"),
         (["a"], "line 1: an object is wanted"),
     ],
 )
 def test_a_wrong_item_is_named(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         file_tasks(lines(tmp_path / "mine.jsonl", row))
+
+
+def test_a_text_may_hold_every_line_break_but_that_between_items(tmp_path: Path) -> None:
+    prompt = "one\u2028two\x85three"
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "expected": "1"}, ensure_ascii=False) + "\n")
+    (task,) = file_tasks(path)
+    assert task.items[0].prompt == prompt
 
 
 def test_an_empty_file_and_a_damaged_line_are_named(tmp_path: Path) -> None:

@@ -40,7 +40,13 @@ def _check(path: Path, number: int, row: Mapping[str, Any]) -> None:
     for key in ("prompt", "expected"):
         if not isinstance(row.get(key), str) or not row[key]:
             raise ConfigError(f"{path}, item {number}: {key!r} must be a text that is not empty")
-    if "choices" in row and row["expected"] not in row["choices"]:
+    for key in ("task", "language"):
+        if not isinstance(row.get(key, ""), str):
+            raise ConfigError(f"{path}, item {number}: {key!r} must be a text")
+    choices = row.get("choices", [row["expected"]])
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise ConfigError(f"{path}, item {number}: 'choices' must be a list of texts")
+    if row["expected"] not in choices:
         raise ConfigError(f"{path}, item {number}: the expected text is none of the choices")
 
 

@@ -73,7 +73,7 @@ def local_tasks(folder: Path, items: int) -> list[Task]:
 def read_rows(path: Path) -> list[Row]:
     """The objects of a JSON-lines file; ConfigError names file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line breaks
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     rows: list[Row] = []
