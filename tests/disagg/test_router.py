@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from fake_workers import DEAD, FAILED, HANDOFF, LOST_PAGES, answer, ask, router_over, tokens
+from fake_workers import DEAD, FAILED, HANDOFF, HELLO, LOST_PAGES, answer, ask, router_over, tokens
 
 from bifolio.errors import EngineDeadError, RequestError
 from bifolio.request import ErrorCode, FinishReason, Output
@@ -207,3 +207,12 @@ async def test_requests_go_to_the_decode_worker_with_room_and_fewest_tokens():
     assert (await answer(router, ask("b")))[1]["b"].worker == "p0 → d0"
     one.draining = True
     assert (await answer(router, ask("c")))[1]["c"].worker == "p0 → d1"
+
+
+async def test_the_cache_is_that_of_the_decode_workers_there_are():
+    router = router_over([always()], [always()] * 3)
+    assert router.hello.pages == 3 * HELLO.pages
+    router.fleet.decode.pop()
+    assert router.hello.pages == 2 * HELLO.pages
+    router.fleet.decode[0].engine = None
+    assert router.hello.pages == HELLO.pages

@@ -116,9 +116,8 @@ class PoolRouter:
             decode,
             max_model_len=min(hello.max_model_len for hello in hellos),
             plan=prefill.plan if prefill.plan == decode.plan else f"{prefill.plan} → {decode.plan}",
-            pages=sum(m.engine.hello.pages for m in self.fleet.decode if m.engine is not None),
         )
-        return self._hello
+        return self.hello
 
     async def stop(self) -> None:
         """End all workers. Requests that are still open raise EngineDeadError."""
@@ -130,9 +129,10 @@ class PoolRouter:
 
     @property
     def hello(self) -> Hello:
-        """The two pools as one engine: `pages` are those of decode."""
+        """The two pools as one engine: `pages` are those of the decode workers that run now."""
         assert self._hello is not None, "start() comes first"
-        return self._hello
+        pages = sum(m.engine.hello.pages for m in self.fleet.decode if m.engine is not None)
+        return msgspec.structs.replace(self._hello, pages=pages)
 
     @property
     def stats(self) -> EngineStats:
@@ -295,6 +295,7 @@ class PoolRouter:
 
     def _pick(self, request: Request) -> _Pair | None:
         length = len(request.prompt_ids)
+        pages = -(-length // self.hello.page_size)
         able = {m.name: m for m in self.fleet.prefill if self.fleet.partners(m)}
         if not able:
             return None
@@ -302,7 +303,7 @@ class PoolRouter:
             PrefillChoice(
                 name=member.name,
                 load=member.tokens,
-                known=min(member.prefixes.match(request.prompt_ids, request.cache_salt), length),
+                known=member.prefixes.match(request.prompt_ids, request.cache_salt),
             )
             for member in able.values()
         ]
@@ -311,16 +312,16 @@ class PoolRouter:
         known = next(choice.known for choice in choices if choice.name == name)
         prefill.prefixes.add(request.prompt_ids, request.cache_salt)
         self._remember(request.session, name)
-        decode = self._pick_decode(prefill, length)
+        decode = self._pick_decode(prefill, pages)
         return _Pair(
             prefill,
             decode,
             to_compute=length - known,
-            pages=-(-length // self.hello.page_size),
+            pages=pages,
             tokens=length + request.sampling.max_tokens,
         )
 
-    def _pick_decode(self, prefill: Member, length: int) -> Member:
+    def _pick_decode(self, prefill: Member, pages: int) -> Member:
         partners = {member.name: member for member in self.fleet.partners(prefill)}
         choices = [
             DecodeChoice(
@@ -331,7 +332,7 @@ class PoolRouter:
             )
             for member in partners.values()
         ]
-        return partners[choose_decode(choices, -(-length // self.hello.page_size))]
+        return partners[choose_decode(choices, pages)]
 
     def _remember(self, session: str, name: str) -> None:
         if session:
