@@ -211,7 +211,7 @@ def test_frames_beyond_the_limits_end_the_connection(networks: list[Network]) ->
 
 
 def test_nobody_listens_is_a_connection_error_and_a_port_in_use_a_config_error(
-    networks: list[Network], tmp_path: Path
+    networks: list[Network],
 ) -> None:
     server = Network(b"s")
     networks.append(server)
@@ -223,17 +223,16 @@ def test_nobody_listens_is_a_connection_error_and_a_port_in_use_a_config_error(
         with pytest.raises(ConnectionError, match="no decode worker at"):
             server.connect("127.0.0.1", free.getsockname()[1])
     with pytest.raises(ConnectionError, match="no decode worker at"):
-        connect_shared_memory(tmp_path / "none")
+        connect_shared_memory("bifolio-test-nobody")
 
 
 # ── shared memory ────────────────────────────────────────────────────────────────────────────────
 
 CHILD = """
 import sys, time
-from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from bifolio.disagg.shared_memory import connect_shared_memory
-one = connect_shared_memory(Path(sys.argv[1]))
+one = connect_shared_memory(sys.argv[1])
 while not (found := one.receive()):
     time.sleep(0.001)
 records = one.open(2, 4096)
@@ -245,11 +244,11 @@ while True:
 """
 
 
-def test_a_killed_process_leaves_no_memory_and_no_writer_behind(tmp_path: Path) -> None:
-    path = tmp_path / "decode.sock"
-    listener = SharedMemoryListener(path)
+def test_a_killed_process_leaves_no_memory_and_no_writer_behind() -> None:
+    name = f"bifolio-test-{os.getpid()}"
+    listener = SharedMemoryListener(name)
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(path), str(Path(__file__).parents[2] / "src")],
+        [sys.executable, "-c", CHILD, name, str(Path(__file__).parents[2] / "src")],
         stdout=subprocess.PIPE,
     )
     try:
@@ -276,7 +275,30 @@ def test_a_killed_process_leaves_no_memory_and_no_writer_behind(tmp_path: Path) 
     del records
     gc.collect()  # what other tests have left
     assert "bifolio-staging" not in Path("/proc/self/maps").read_text()
-    assert not path.exists()
+
+
+LISTENER = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from bifolio.disagg.shared_memory import SharedMemoryListener
+listener = SharedMemoryListener(sys.argv[1])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_name_of_a_killed_listener_is_free_and_one_in_use_a_config_error() -> None:
+    name = f"bifolio-test-{os.getpid()}"
+    source = str(Path(__file__).parents[2] / "src")
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENER, name, source], stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        with pytest.raises(ConfigError, match=f"cannot listen at {name}"):
+            SharedMemoryListener(name)
+        child.kill()
+    SharedMemoryListener(name).close()
 
 
 def test_a_staging_area_that_could_shrink_under_the_reader_is_refused() -> None:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
@@ -138,7 +135,7 @@ class Fleet:
         self._on_loading = on_loading
         self._tls = Tls(tls.cert, tls.key, tls.ca) if tls is not None else None
         self._secret = secrets.token_bytes(32)
-        self._sockets: Path | None = None
+        self._sockets = f"bifolio-{secrets.token_hex(8)}"
         self._boots = 0
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._refusal = ""
@@ -168,7 +165,6 @@ class Fleet:
 
     async def start(self) -> None:
         """Start all workers; the error of one that cannot start, or ConfigError if no pair fits."""
-        self._sockets = Path(tempfile.mkdtemp(prefix="bifolio-"))
         try:
             starts = [asyncio.create_task(self._boot(member)) for member in self.members]
             try:
@@ -206,8 +202,6 @@ class Fleet:
         await asyncio.gather(*(engine.stop() for engine in engines))
         for member in self.members:
             member.place.give_up()
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def _boot(self, member: Member) -> None:
         """Start a process for a member and introduce it to the others."""
@@ -245,8 +239,7 @@ class Fleet:
     def _where(self, member: Member) -> str:
         if self._transport == "tcp":
             return f"tcp:{member.place.host}:0"
-        assert self._sockets is not None
-        return f"shm:{self._sockets / f'{member.name}-{self._boots}'}"
+        return f"shm:{self._sockets}-{member.name}-{self._boots}"
 
     def _on_news(self, member: Member, engine: AsyncEngine, news: Listening | PeerNews) -> None:
         if engine is not member.engine:

@@ -2,10 +2,10 @@
 
 The decode end makes the staging area, an anonymous file in memory, and passes its descriptor over
 the socket. The prefill end converts pages right into it, so a record is written once and copied
-once, into the page that it becomes. Nothing has a name in the file system but the socket: whatever
-way a process ends, the system takes its memory back and the other end reads an end of file. By
-then no thread of the dead process is left that could write (Linux unmaps a process's memory before
-it closes its descriptors), so the end of file is a fence.
+once, into the page that it becomes. Nothing has a name in the file system, the socket's is in
+Linux's abstract namespace: whatever way a process ends, the system takes memory and name back and
+the other end reads an end of file. By then no thread of the dead process is left that could write
+(Linux unmaps a process's memory before it closes its descriptors), so the end of file is a fence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import socket
 import struct
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 
@@ -161,21 +160,19 @@ class SharedMemory:
 
 
 class SharedMemoryListener:
-    """A decode worker's socket: `path` is created, and removed by `close`.
+    """A decode worker's socket, under a name that nobody else on this host has.
 
     Only processes of the same user may connect.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, name: str) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._sock.bind(str(path))
-            path.chmod(0o600)
+            self._sock.bind(_abstract(name))
             self._sock.listen()
         except OSError as error:
             self._sock.close()
-            raise ConfigError(f"cannot listen at {path}: {error}") from error
+            raise ConfigError(f"cannot listen at {name}: {error}") from error
         self._sock.setblocking(False)
 
     def accept(self) -> SharedMemory | None:
@@ -194,22 +191,27 @@ class SharedMemoryListener:
         return self._sock.fileno()
 
     def close(self) -> None:
+        """Free the name."""
         self._sock.close()
-        self._path.unlink(missing_ok=True)
 
 
-def connect_shared_memory(path: Path) -> SharedMemory:
-    """Connect to the decode worker at `path`; ConnectionError if none listens there."""
+def connect_shared_memory(name: str) -> SharedMemory:
+    """Connect to the decode worker of that name; ConnectionError if none listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(str(path))
+        sock.connect(_abstract(name))
     except OSError as error:
         sock.close()
-        raise ConnectionError(f"no decode worker at {path}: {error}") from error
+        raise ConnectionError(f"no decode worker at {name}: {error}") from error
     if _user(sock) != os.getuid():
         sock.close()
-        raise ConnectionError(f"the decode worker at {path} belongs to another user")
+        raise ConnectionError(f"the decode worker at {name} belongs to another user")
     return SharedMemory(sock)
+
+
+def _abstract(name: str) -> str:
+    """A name outside of the file system (unix(7)): it ends with the last descriptor."""
+    return f"\0{name}"
 
 
 def _user(sock: socket.socket) -> int:

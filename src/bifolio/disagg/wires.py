@@ -1,6 +1,6 @@
 """How workers find each other: an address as text, and the transport that stands behind it.
 
-shm:PATH        a Unix socket at PATH, records in shared memory: processes of one host
+shm:NAME        a Unix socket of that name, records in shared memory: processes of one host
 tcp:HOST:PORT   TCP streams; port 0 of a listener takes any free one
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from bifolio.disagg.shared_memory import SharedMemoryListener, connect_shared_memory
@@ -41,7 +40,7 @@ def listen(where: str, secret: bytes, tls: Tls | None = None) -> tuple[str, List
     """Listen at an address; what to dial for it. ConfigError if that cannot be."""
     kind, place = _parts(where)
     if kind == "shm":
-        return where, SharedMemoryListener(Path(place))
+        return where, SharedMemoryListener(place)
     network = Network(secret, server_tls=_server_context(tls))
     host, port = _host_port(place)
     return f"tcp:{host}:{network.listen(host, port)}", network
@@ -56,7 +55,7 @@ class Dialer:
     def __call__(self, address: str, secret: bytes, tls: Tls | None = None) -> Transport:
         kind, place = _parts(address)
         if kind == "shm":
-            return connect_shared_memory(Path(place))
+            return connect_shared_memory(place)
         known = (secret, tls)
         if known not in self._networks:
             self._networks[known] = Network(secret, client_tls=_client_context(tls))
@@ -98,7 +97,7 @@ def _client_context(tls: Tls | None) -> ssl.SSLContext | None:
 def _parts(address: str) -> tuple[str, str]:
     kind, _, place = address.partition(":")
     if kind not in ("shm", "tcp") or not place:
-        raise ConfigError(f"{address!r} is no address; write shm:PATH or tcp:HOST:PORT")
+        raise ConfigError(f"{address!r} is no address; write shm:NAME or tcp:HOST:PORT")
     return kind, place
 
 

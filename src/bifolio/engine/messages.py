@@ -58,7 +58,7 @@ class Tls(msgspec.Struct, frozen=True):
 class Listen(msgspec.Struct, frozen=True, tag=True):
     """Decode engines: take connections of prefill engines that know `secret`.
 
-    `where` is what the transports of `bifolio.disagg` listen on: `shm`, or `tcp:HOST:PORT`.
+    `where` is what the transports of `bifolio.disagg` listen on: `shm:NAME` or `tcp:HOST:PORT`.
     """
 
     where: str
