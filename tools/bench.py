@@ -26,9 +26,8 @@ from rich.table import Table
 
 import bench_kernels
 from bench_start import line, measure_start
-from bifolio.bench.engine_speed import Cell, compare
+from bifolio.bench.engine_speed import BATCH_8, BATCH_32, DECODE_1, PREFILL, Cell, compare
 from bifolio.bench.machine import measure_machine, measure_peak
-from bifolio.bench.workload import BATCH_8, BATCH_32, DECODE_1, PREFILL
 from bifolio.config import parse_bytes
 from bifolio.formats import WeightFormat
 from bifolio.kernels.native import NativeOps
@@ -50,7 +49,8 @@ def table(model: str, cells: list[Cell], workloads: list[str]) -> Table:
         made.add_row(
             plan,
             *(
-                f"{row[n].rate:.0f} ±{row[n].spread:.0%} ({row[n].rate / row[n].ceiling:.0%})"
+                f"{row[n].rate.middle:.0f} ±{row[n].rate.spread:.0%} "
+                f"({row[n].rate.middle / row[n].ceiling:.0%})"
                 for n in workloads
             ),
         )
@@ -121,7 +121,8 @@ def main() -> None:
                 "kernels": [asdict(k) | {"of_ceiling": k.ratio} for k in kernels],
                 "starts": starts,
                 "cells": [
-                    asdict(c) | {"rate": c.rate, "of_ceiling": c.rate / c.ceiling} for c in cells
+                    asdict(c) | {"rate": c.rate.middle, "of_ceiling": c.rate.middle / c.ceiling}
+                    for c in cells
                 ],
             }
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
-from bifolio.bench.workload import FixedLengths, Timing, prompts, rate, run
+from bifolio.bench.figures import Figures, Goals
+from bifolio.bench.in_process import InProcess
+from bifolio.bench.lengths import Lengths
+from bifolio.bench.points import Value
+from bifolio.bench.session import Load, Plan, derived_seed, measure, warm_up
+from bifolio.bench.traffic import Synthetic
 from bifolio.config import EngineConfig
-from bifolio.engine.engine import Engine
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan
 from bifolio.planner.capacity import Deployment
 from bifolio.planner.hardware import Device
@@ -16,9 +19,44 @@ from bifolio.planner.roofline import step_time
 from bifolio.planner.shapes import Kind
 from bifolio.planner.steps import Decode, Prefill, Step
 from bifolio.planner.storage import LINEAR, Storage
-from bifolio.request import Request, SamplingParams
 
 STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLengths:
+    """`concurrency` requests at once, `prompt` tokens in and `output` tokens out each."""
+
+    name: str
+    concurrency: int
+    prompt: int
+    output: int
+
+    @property
+    def plan(self) -> Plan:
+        """The same for `bench.session`; not one request may fail."""
+        work = Synthetic(Lengths.parse(self.prompt), Lengths.parse(self.output))
+        seed = derived_seed(0, self.name)
+        return Plan(work, Goals(failed=0.0), seed, requests=self.concurrency)
+
+    def rate(self, figures: Figures) -> float:
+        """Tokens a second, as the workload defines it.
+
+        One request: decode alone, after its first token. Many: output tokens over the whole time.
+        One output token: prompt tokens over the whole time.
+        """
+        if self.output == 1:
+            return figures.real_prompt / figures.seconds
+        if self.concurrency == 1:
+            assert figures.tpot is not None
+            return 1 / figures.tpot.mean
+        return figures.output_rate
+
+
+DECODE_1 = FixedLengths("c1", 1, 128, 128)
+BATCH_8 = FixedLengths("c8", 8, 256, 128)
+BATCH_32 = FixedLengths("c32", 32, 256, 128)
+PREFILL = FixedLengths("prefill", 1, 2048, 1)
 
 
 @dataclass(slots=True)
@@ -31,13 +69,11 @@ class Cell:
     rates: list[float] = field(default_factory=list)
 
     @property
-    def rate(self) -> float:
-        return median(self.rates)
-
-    @property
-    def spread(self) -> float:
-        """Half the range of the repeats over their median."""
-        return (max(self.rates) - min(self.rates)) / 2 / self.rate
+    def rate(self) -> Value:
+        """Over the repeats."""
+        found = Value.of(self.rates)
+        assert found is not None
+        return found
 
 
 class MeasuredPlan:
@@ -45,21 +81,20 @@ class MeasuredPlan:
 
     def __init__(self, model: str, plan: str, machine: Device, cache_memory: int) -> None:
         self.plan = plan
-        prefill, arrow, decode = plan.partition("→")
-        parsed = PrecisionPlan.parse(prefill, decode=decode if arrow else None)
-        self.engine = Engine(
+        self._target = InProcess(
             EngineConfig(
                 model=model,
-                plan=parsed,
+                plan=PrecisionPlan.parse(plan),
                 kernels="native",
                 cache_memory=cache_memory,
                 max_num_seqs=32,
                 max_step_tokens=STEP_TOKENS,
                 prefix_cache=False,
-            )
+            ),
+            model,
         )
+        self.engine = self._target.engine
         self._machine = machine
-        self._rounds = 0
 
     def _seconds(self, phase: Phase, step: Step) -> float:
         """The roofline of one step, with the formats that this phase's weights have in fact."""
@@ -89,23 +124,20 @@ class MeasuredPlan:
             return steps / rest
         return work.concurrency * work.output / (prompt + rest)
 
-    def measure(self, work: FixedLengths) -> float:
-        """Run a workload once on fresh random prompts: tokens a second."""
-        self._rounds += 1
-        batch = prompts(work.concurrency, work.prompt, self.engine.spec.vocab, 1000 + self._rounds)
-        timing: Timing = run(self.engine, batch, work.output, f"{work.name}-{self._rounds}")
-        return rate(work, timing)
+    def measure(self, work: FixedLengths, repeat: int) -> float:
+        """Run a workload once on random prompts of its own: tokens a second."""
+        return work.rate(self.figures(work, repeat))
 
-    def warm_up(self) -> None:
-        """Touch every weight and record the batch shapes of one request and of 32."""
-        for rows in (1, 8, 32):
-            for i, prompt in enumerate(prompts(rows, 64, self.engine.spec.vocab, rows)):
-                sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-                self.engine.add(
-                    Request(id=f"warm-{rows}-{i}", prompt_ids=prompt, sampling=sampling)
-                )
-            while self.engine.has_work:
-                self.engine.step()
+    def figures(self, work: FixedLengths, repeat: int) -> Figures:
+        """All figures of one run; RuntimeError if a request failed."""
+        found = measure(self._target, work.plan, Load(work.concurrency), repeat).figures
+        if found.invalid:
+            raise RuntimeError(f"{self.plan}, {work.name}: {'; '.join(found.invalid)}")
+        return found
+
+    def warm_up(self, work: FixedLengths) -> None:
+        """Touch every weight and record the batch shapes of the workload."""
+        warm_up(self._target, work.plan, work.concurrency)
 
 
 def compare(
@@ -120,14 +152,15 @@ def compare(
     """Measure every plan on every workload, plan after plan within each repeat."""
     measured = [MeasuredPlan(model, plan, machine, cache_memory) for plan in plans]
     for one in measured:
-        one.warm_up()
+        for work in workloads:
+            one.warm_up(work)
     cells = {
         (one.plan, work.name): Cell(one.plan, work.name, one.ceiling(work))
         for one in measured
         for work in workloads
     }
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for work in workloads:
             for one in measured:
-                cells[one.plan, work.name].rates.append(one.measure(work))
+                cells[one.plan, work.name].rates.append(one.measure(work, repeat))
     return list(cells.values())
