@@ -166,17 +166,6 @@ def test_an_engine_that_does_not_take_what_is_proven_frees_it(overloaded: bool) 
     assert nothing_is_held(pair)
 
 
-def test_a_drained_worker_takes_nothing_new_and_finishes_what_it_has() -> None:
-    pair = begun(retries=RetryBudget(1))
-    pair.decode.draining = True
-    pair.offer(make_request("b", PROMPT))
-    pair.compute(make_request("a", PROMPT), 100)
-    pair.finish(make_request("a", PROMPT))
-    pair.poll(6)
-    pair.delivered("a")
-    assert pair.failed("b").cause is Cause.OVERLOADED
-
-
 def test_a_spoiled_page_of_the_sender_does_not_travel() -> None:
     for word in ("tag", "byte"):
         pair = begun()

@@ -131,13 +131,12 @@ class Received:
 class DecodeSide(Generic[R]):
     """Receives hand-offs over one link. Not thread-safe: the thread that steps the engine calls it.
 
-    `max_queue` transfers may wait for memory; those beyond are declined. `draining` declines all.
+    `max_queue` transfers may wait for memory; those beyond are declined.
     """
 
     def __init__(self, link: Link, sink: PageSink[R], *, max_queue: int = 256) -> None:
         self.link = link
         self.counts = Received()
-        self.draining = False
         self._sink = sink
         self._max_queue = max_queue
         self._incoming: dict[int, _Incoming[R]] = {}
@@ -233,9 +232,9 @@ class DecodeSide(Generic[R]):
         elif not request.prompt_ids or longest > agreement.max_tokens:
             text = f"prompt: 1 to {agreement.max_tokens} tokens, answer included, not {longest}"
             self._decline(offer, Cause.REJECTED, text, param="prompt")
-        elif self.draining or self._waiting_count() >= self._max_queue:
-            what = "is being drained" if self.draining else "has a full queue"
-            self._decline(offer, Cause.OVERLOADED, f"the decode worker {what}", retry_after=1.0)
+        elif self._waiting_count() >= self._max_queue:
+            text = "the decode worker has a full queue"
+            self._decline(offer, Cause.OVERLOADED, text, retry_after=1.0)
         else:
             pages = agreement.target.pages_for(len(request.prompt_ids))
             deadline = now + offer.deadline

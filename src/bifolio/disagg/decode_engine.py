@@ -1,7 +1,6 @@
 """The engine of a decode pool: it goes on with requests whose prompts prefill engines computed.
 
-It has the weights and the cache format of decode alone, so it takes no prompt of its own unless
-prefill would have written the very same pages (`shares_writer`).
+It has the weights and the cache format of decode alone, so it computes no prompt.
 """
 
 from __future__ import annotations
@@ -147,11 +146,6 @@ class DecodeEngine(Engine):
     def peers(self) -> DecodePeers:
         """Prefill engines that hand requests to this one."""
         return self._peers
-
-    @property
-    def shares_writer(self) -> bool:
-        """Whether pages that prefill writes would be the same if this engine wrote them."""
-        return self._writer == self.writer(Phase.DECODE)
 
     def _bind(self, writer: int) -> None:
         """Keep the pages that arrive under the name of those who wrote them."""

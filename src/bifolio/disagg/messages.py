@@ -129,7 +129,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request: Request
     deadline: float
     """Seconds from now within which the client wants its end; infinity if it does not say."""
-    attempt: int = 1
 
 
 class Accept(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -116,7 +116,6 @@ class Failed:
     cause: Cause
     message: str
     param: str | None = None
-    retry_after: float = 0.0
     fault: PageFault | None = None
 
     @property
@@ -348,7 +347,6 @@ class PrefillSide:
                 transfer=out.transfer,
                 request=out.request,
                 deadline=out.deadline - now,
-                attempt=out.attempt,
             )
         )
 
@@ -362,8 +360,7 @@ class PrefillSide:
             log.warning("hand-off is tried again", request=out.request.id, cause=cause)
             out.due = self.link.clock() + max(delay, decline.retry_after if decline else 0.0)
             return
-        param, retry_after = (decline.param, decline.retry_after) if decline else (None, 0.0)
-        self._end(out, cause, message, param=param, retry_after=retry_after)
+        self._end(out, cause, message, param=decline.param if decline else None)
 
     def _give_up(self, out: _Outgoing, cause: Cause, message: str) -> None:
         """End an attempt from this side."""
@@ -377,11 +374,10 @@ class PrefillSide:
         message: str,
         *,
         param: str | None = None,
-        retry_after: float = 0.0,
         fault: PageFault | None = None,
     ) -> None:
         self._forget(out)
-        self._events.append(Failed(out.request.id, cause, message, param, retry_after, fault))
+        self._events.append(Failed(out.request.id, cause, message, param, fault))
 
     def _forget(self, out: _Outgoing) -> None:
         self._outgoing.pop(out.request.id, None)
