@@ -71,6 +71,8 @@ def measure_kernels(ops: NativeOps, formats: list[str], shape: str) -> list[benc
     """The product of gate and up in each format, printed as it comes."""
     peaks = {name: measure_peak(ops, name) for name in ("fp32", "bf16", "int8")}
     found = []
+    if formats:
+        bench_kernels.show_head()
     for fmt in formats:
         for rows in KERNEL_ROWS:
             parsed = WeightFormat.parse(fmt)

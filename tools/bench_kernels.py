@@ -88,6 +88,11 @@ def measure(
     )
 
 
+def show_head() -> None:
+    """Print what the columns of `show` are."""
+    print(f"{'model':13} {'product':8} {'format':14} {'rows':>4} {'µs':>9} {'ceiling':>9}  of it")
+
+
 def show(found: Result) -> None:
     """Print a result as a line of the table."""
     print(
@@ -113,7 +118,7 @@ def main() -> None:
         f"{ops.isa}, {ops.threads} threads; reads {measure_reads(ops) / 1e9:.1f} GB/s; peaks "
         + ", ".join(f"{name} {peak / 1e9:.0f} G/s" for name, peak in peaks.items())
     )
-    print(f"{'model':13} {'product':8} {'format':14} {'rows':>4} {'µs':>9} {'ceiling':>9}  of it")
+    show_head()
     results = []
     for model in args.models:
         for fmt in args.formats:

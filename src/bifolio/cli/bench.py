@@ -25,9 +25,7 @@ def bench(
     context: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     plan: Annotated[str, option(WHERE, "Formats, as for serve.", metavar="PLAN")] = "auto/bf16",
-    server: Annotated[
-        bool, option(WHERE, "Through HTTP, with a server that is started.", "--server")
-    ] = False,
+    server: options.Server = False,
     url: Annotated[
         str | None,
         option(WHERE, "A running server with the OpenAI API.", metavar="http://HOST:PORT"),
@@ -54,9 +52,7 @@ def bench(
             show_default="1,8",
         ),
     ] = None,
-    rate: Annotated[
-        str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
-    ] = None,
+    rate: options.Rate = None,
     requests: options.Requests = None,
     waves: options.Waves = 2,
     repeats: options.Repeats = 2,
@@ -117,9 +113,7 @@ def compare(
         typer.Argument(help="Plans as for serve, PREFILL->DECODE too, or URLs of running servers."),
     ],
     model: options.Model = DEFAULT_MODEL,
-    server: Annotated[
-        bool, option(WHERE, "Through HTTP, with servers that are started.", "--server")
-    ] = False,
+    server: options.Server = False,
     cache_memory: options.CacheMemory = "256MiB",
     threads: options.Threads = 0,
     api_key: options.ApiKey = None,
@@ -137,9 +131,7 @@ def compare(
         str | None,
         option(LOAD, "Closed loop: sessions open at a time.", metavar="N,N,…", show_default="1,8"),
     ] = None,
-    rate: Annotated[
-        str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
-    ] = None,
+    rate: options.Rate = None,
     alone: Annotated[
         int,
         option(

@@ -26,6 +26,9 @@ def option(panel: str, text: str, *names: str, metavar: str | None = None, **lim
 
 
 Model = Annotated[str, option(WHERE, "As for serve.", "--model", "-m", metavar="MODEL")]
+Server = Annotated[
+    bool, option(WHERE, "Through HTTP, with a server that is started for each plan.", "--server")
+]
 CacheMemory = Annotated[str, option(WHERE, "Memory for keys and values.", metavar="SIZE")]
 Threads = Annotated[int, option(WHERE, "Threads of the kernels; 0: all.", metavar="N", min=0)]
 ApiKey = Annotated[
@@ -66,6 +69,9 @@ Trace = Annotated[
 ]
 Speed = Annotated[
     float, option(WHAT, "Replay the trace so many times as fast.", "--trace-speed", min=0.001)
+]
+Rate = Annotated[
+    str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
 ]
 Requests = Annotated[
     int | None,
