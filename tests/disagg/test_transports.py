@@ -65,7 +65,10 @@ def contexts(side: int) -> dict[str, ssl.SSLContext]:
 
 
 def tcp_ends(server: Network, client: Network) -> Ends:
-    port = server.listen("127.0.0.1", 0)
+    return connected(server, client, server.listen("127.0.0.1", 0))
+
+
+def connected(server: Network, client: Network, port: int) -> Ends:
     one = client.connect("127.0.0.1", port, streams=3, name="decode.test")
     end = time.monotonic() + 5
     while (other := server.accept()) is None:
@@ -194,6 +197,25 @@ def test_a_stranger_who_says_nothing_is_dropped_in_time(
         suppress(ConnectionError),
     ):
         assert sock.recv(1) == b""
+
+
+def test_the_last_words_of_a_peer_arrive_whichever_of_its_streams_is_seen_to_end_first(
+    networks: list[Network],
+) -> None:
+    server, client = Network(b"s"), Network(b"s")
+    networks += [server, client]
+    port = server.listen("127.0.0.1", 0)
+    for _ in range(30):
+        one, other = connected(server, client, port)
+        server.call(time.sleep, 0.005)  # so that words and ends are there at once
+        one.send(b"farewell")
+        one.close()
+        end = time.monotonic() + 5
+        while other.alive:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert other.receive() == [b"farewell"]
+        other.close()
 
 
 def test_frames_beyond_the_limits_end_the_connection(networks: list[Network]) -> None:

@@ -123,8 +123,16 @@ class TcpTransport:
         self._arrived.append(message)
         self._notify()
 
+    def ended(self) -> None:
+        """A stream has ended: so is the connection, as soon as the others have said their last."""
+        streams = [stream for stream in self._streams if stream is not None]
+        if len(streams) < len(self._streams) or all(stream.over for stream in streams):
+            self.lose()
+        else:
+            asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.lose)
+
     def lose(self) -> None:
-        """A stream has ended: the connection is over."""
+        """The connection is over: nothing more arrives."""
         self._alive = False
         for stream in self._streams:
             if stream is not None:
@@ -158,6 +166,8 @@ class _Stream(asyncio.BufferedProtocol):
     def __init__(self, network: Network, client: tuple[TcpTransport, int] | None) -> None:
         self.owner: TcpTransport | None = None
         self.index = 0
+        self.over = False
+        """Whether the socket has ended, and all that came through it was read."""
         self._network = network
         self._client = client
         self._transport: asyncio.Transport | None = None
@@ -191,8 +201,9 @@ class _Stream(asyncio.BufferedProtocol):
         self._network.ended(self)
         if self._timer is not None:
             self._timer.cancel()
+        self.over = True
         if self.owner is not None:
-            self.owner.lose()
+            self.owner.ended()
         elif self._client is not None:
             self._client[0].lose()
 
@@ -287,7 +298,7 @@ class _Stream(asyncio.BufferedProtocol):
         assert owner is not None
         staged = 0 if owner.staging is None or self._client is not None else len(owner.staging)
         if not 0 < length <= MAX_MESSAGE_BYTES + _ENVELOPE_SLACK or self._place > staged:
-            self.drop()
+            owner.lose()
             return
         self._expect(length, self._told)
 
