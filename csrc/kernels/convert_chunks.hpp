@@ -204,47 +204,8 @@ class Bf16ToE4m3 {
   static constexpr int kBias = 127;
   static constexpr int kFirst = 117;  // exponent of 2^-10, half the smallest code
 
-
   __m512i lowest_, low_, high_, exponent_;
   __m512i mantissa_[5][2];
-};
-
-// The bf16 numbers of 64 codes times a scale.
-class ScaledE4m3ToBf16 {
- public:
-  explicit ScaledE4m3ToBf16(float scale) {
-    alignas(64) uint8_t low[128];
-    alignas(64) uint8_t high[128];
-    alignas(16) uint8_t codes[16];
-    for (int first = 0; first < 128; first += 16) {
-      for (int i = 0; i < 16; ++i) codes[i] = static_cast<uint8_t>(first + i);
-      const IntLanes x = bits(round_to_bf16(lanes_from_e4m3(load_bytes(codes)) * scale)) >> 16;
-      const auto lows = __builtin_convertvector(x, Bytes);
-      const auto highs = __builtin_convertvector(x >> 8, Bytes);
-      std::memcpy(low + first, &lows, sizeof lows);
-      std::memcpy(high + first, &highs, sizeof highs);
-    }
-    for (int i = 0; i < 2; ++i) {
-      low_[i] = _mm512_load_si512(low + 64 * i);
-      high_[i] = _mm512_load_si512(high + 64 * i);
-    }
-  }
-
-  void operator()(const uint8_t* codes, uint8_t* numbers) const {
-    // Bytes are interleaved within each quarter: bring there what belongs there.
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
-    const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
-    constexpr int kOrAnd = 0xf8;  // a | (b & c)
-    const __m512i high = _mm512_ternarylogic_epi32(
-        _mm512_permutex2var_epi8(high_[0], code, high_[1]), code,
-        _mm512_set1_epi8(static_cast<char>(0x80)), kOrAnd);
-    _mm512_storeu_si512(numbers, _mm512_unpacklo_epi8(low, high));
-    _mm512_storeu_si512(numbers + 64, _mm512_unpackhi_epi8(low, high));
-  }
-
- private:
-  __m512i low_[2], high_[2];
 };
 #endif
 
@@ -262,8 +223,13 @@ inline bool convert_run(const Chunks& c, int64_t source_kind, const ChunkScales&
     return true;
   }
   if (source_kind == kCacheFp8 && target_kind == kCacheBf16 && from.all != 0) {
-    const ScaledE4m3ToBf16 run(from.all);
-    for (int64_t i = 0; i < steps; ++i) run(c.source + 64 * i, c.target + 128 * i);
+    const E4m3ToBf16 widen(from.all);
+    for (int64_t i = 0; i < steps; ++i) {
+      __m512i first, second;
+      widen(c.source + 64 * i, first, second);
+      _mm512_storeu_si512(c.target + 128 * i, first);
+      _mm512_storeu_si512(c.target + 128 * i + 64, second);
+    }
     return true;
   }
 #else

@@ -76,17 +76,23 @@ inline uint16_t token_scale_from_absmax(float absmax) {
 }
 
 #if defined(__AVX512F__)
-// The bf16 numbers of 32 or 64 codes: high and low bytes are looked up in tables of the magnitude.
+// The bf16 numbers of 32 or 64 codes times a scale: high and low bytes are looked up in tables of the
+// magnitude.
 class E4m3ToBf16 {
  public:
-  E4m3ToBf16() {
+  explicit E4m3ToBf16(float scale = 1.0F) {
+    using Bytes [[gnu::vector_size(kLanes)]] = uint8_t;
     alignas(64) uint8_t low[128];
     alignas(64) uint8_t high[128];
     alignas(64) uint8_t twice[64];
-    for (int i = 0; i < 128; ++i) {
-      const uint16_t x = bf16_from_float(float_from_e4m3(static_cast<uint8_t>(i)));
-      low[i] = static_cast<uint8_t>(x & 0xff);
-      high[i] = static_cast<uint8_t>(x >> 8);
+    for (int first = 0; first < 128; first += kLanes) {
+      uint8_t codes[kLanes];
+      for (int i = 0; i < kLanes; ++i) codes[i] = static_cast<uint8_t>(first + i);
+      const IntLanes x = bits(round_to_bf16(lanes_from_e4m3(load_bytes(codes)) * scale)) >> 16;
+      const auto lows = __builtin_convertvector(x, Bytes);
+      const auto highs = __builtin_convertvector(x >> 8, Bytes);
+      std::memcpy(low + first, &lows, sizeof lows);
+      std::memcpy(high + first, &highs, sizeof highs);
     }
     for (int i = 0; i < 64; ++i) twice[i] = static_cast<uint8_t>(i / 2);
     for (int i = 0; i < 2; ++i) {

@@ -120,16 +120,20 @@ inline float max_lanes(Lanes x) {
   return detail::fold(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// Whether a lane of what a comparison gave is true.
-inline bool any(IntLanes x) {
+// A bit for each lane that holds in a comparison.
+inline uint32_t lane_mask(IntLanes x) {
 #if defined(__AVX512F__)
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x)) != 0;
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
 #elif defined(__AVX2__)
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(x)) != 0;
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
 #else
-  return (x[0] | x[1] | x[2] | x[3]) != 0;
+  uint32_t mask = 0;
+  for (int lane = 0; lane < kLanes; ++lane) mask |= (x[lane] & 1U) << lane;
+  return mask;
 #endif
 }
+
+inline bool any(IntLanes x) { return lane_mask(x) != 0; }
 
 inline int32_t sum_lanes(IntLanes x) {
 #if defined(__AVX512F__)

@@ -32,19 +32,6 @@ float largest(const float* x, int64_t n) {
   return result;
 }
 
-// A bit for each lane that holds in a comparison.
-uint32_t lane_mask(IntLanes x) {
-#if defined(__AVX512F__)
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
-#elif defined(__AVX2__)
-  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
-#else
-  uint32_t mask = 0;
-  for (int lane = 0; lane < kLanes; ++lane) mask |= (x[lane] & 1U) << lane;
-  return mask;
-#endif
-}
-
 int64_t first_equal(const float* x, int64_t n, float value) {
   int64_t i = 0;
   while (i + kLanes <= n && !any(load(x + i) == splat(value))) i += kLanes;

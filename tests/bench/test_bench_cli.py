@@ -169,7 +169,11 @@ def test_an_automatic_sweep_ends_where_more_brings_nothing(tiny):
     )
     steps = [point["load"]["concurrency"] for point in found["points"]]
     assert steps == [2**i for i in range(len(steps))]
-    assert found["sweeps"][""]["peak_concurrency"] in steps
+    sweep = found["sweeps"][""]
+    assert sweep["peak_concurrency"] in steps
+    # Two steps without gain at least, and at most two beyond the end of admission.
+    assert len(steps) >= 3
+    assert steps[-1] <= 4 * sweep["admission_ends_at"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from paged_batches import NOWHERE, make_batch
+from paged_batches import make_batch, scattered
 from torch import Tensor
 
 from bifolio.formats import CacheFormat
@@ -52,12 +52,8 @@ def make_latent_case(
     pool = torch.full((sum(needed) + 3, spec.page_bytes), poison, dtype=torch.uint8)
     scale = torch.tensor([0.02]) if spec.cache.static_scales else None
     cache = LayerCache(spec, 1, pool, scale, scale)
-    order = torch.randperm(pool.shape[0], generator=generator).to(torch.int32)
-    table = torch.full((len(rows), max(needed) + 2), NOWHERE, dtype=torch.int32)
-    taken = 0
-    for r, ((length, _), count) in enumerate(zip(rows, needed, strict=True)):
-        table[r, :count] = order[taken : taken + count]
-        taken += count
+    table = scattered(needed, pool.shape[0], generator)
+    for r, (length, _) in enumerate(rows):
         position = torch.arange(length)
         page, slot = table[r, position // page_size].long(), position % page_size
         record = torch.randn(length, kv_lora + rope, generator=generator)

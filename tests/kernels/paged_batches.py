@@ -52,6 +52,15 @@ def poisoned_cache(
     return LayerCache(spec, layers - 1, pool, *scales)
 
 
+def scattered(needed: list[int], pages: int, generator: torch.Generator) -> Tensor:
+    """A block table whose rows have `needed` pages each, no two the same, in random order."""
+    order = torch.randperm(pages, generator=generator).to(torch.int32)
+    table = torch.full((len(needed), max(needed) + 2), NOWHERE, dtype=torch.int32)
+    for row, own in zip(table, order[: sum(needed)].split(needed), strict=True):
+        row[: len(own)] = own
+    return table
+
+
 def make_batch(rows: list[tuple[int, int]], block_table_rp: Tensor) -> Batch:
     def ints(values) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -89,12 +98,8 @@ def make_case(
     cache = poisoned_cache(
         cache_format, page_size, kv_heads, head_dim, sum(needed) + 3, poison=poison
     )
-    order = torch.randperm(cache.pool.shape[0], generator=generator).to(torch.int32)
-    table = torch.full((len(rows), max(needed) + 2), NOWHERE, dtype=torch.int32)
-    taken = 0
-    for r, ((length, _), count) in enumerate(zip(rows, needed, strict=True)):
-        table[r, :count] = order[taken : taken + count]
-        taken += count
+    table = scattered(needed, cache.pool.shape[0], generator)
+    for r, (length, _) in enumerate(rows):
         position = torch.arange(length)
         k, v = torch.randn(2, length, kv_heads, head_dim, generator=generator) * spread
         paged.write(cache, table[r, position // page_size].long(), position % page_size, k, v)

@@ -13,6 +13,7 @@ from torch import Tensor
 from bifolio.errors import BifolioError, CheckpointError
 from bifolio.formats import BF16, WeightFormat
 from bifolio.kernels.native import NativeOps
+from bifolio.kernels.ops import Norm
 from bifolio.kernels.reference import ReferenceOps, round_activations
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.models.precision import convert, stack, take_rows
@@ -159,7 +160,8 @@ def test_native_kernels_multiply_with_the_same_numbers(
     fmt = WeightFormat.parse(f"{weight.format}{activations}")
     weight = convert(weight, fmt)
     x = torch.randn(t, k, generator=torch.Generator().manual_seed(1))
-    y = NativeOps(2).linear(x, (ops := NativeOps(2)).prepare(weight))
+    ops = NativeOps(2)
+    y = ops.linear(x, ops.prepare(weight))
     own = x if weight.order_k is None else x[:, weight.order_k.long()]
     met = round_activations(own, fmt).double()
     columns = decode(weight).double()
@@ -177,8 +179,6 @@ def test_native_kernels_multiply_with_the_same_numbers(
 
 
 def test_order_reaches_norms_and_gates_too() -> None:
-    from bifolio.kernels.ops import Norm
-
     coded = code(matrix(40, 96), 32, shuffled=True)
     weight = read(GPTQ | {"desc_act": True}, gptq(coded, 1))
     assert weight.order_k is not None

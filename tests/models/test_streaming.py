@@ -49,13 +49,10 @@ print(json.dumps({"peak": status("VmHWM") - before, "kept": models.nbytes}))
 """
 
 
-def coded(layout: str, name: str, matrix: Tensor) -> dict[str, Tensor]:
-    """Any codes of the layout: what they mean does not matter here."""
+def coded(name: str, matrix: Tensor) -> dict[str, Tensor]:
+    """Any int4 codes in groups of 32: what they mean does not matter here."""
     n, k = matrix.shape
     at = name.removesuffix(".weight")
-    if layout == "fp8 by channel":
-        scales = torch.ones(n, 1)
-        return {name: matrix.to(torch.float8_e4m3fn), f"{at}.weight_scale": scales}
     return {
         f"{at}.weight_packed": torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32),
         f"{at}.weight_scale": torch.ones(n, k // 32, dtype=torch.bfloat16),
@@ -69,7 +66,7 @@ def write(folder: Path, layout: str, weights: dict[str, Tensor]) -> int:
     if layout != "float32":
         config["quantization_config"] = LAYOUTS[layout][0]
         parts = [
-            coded(layout, name, tensor) if name.endswith("proj.weight") else {name: tensor}
+            coded(name, tensor) if name.endswith("proj.weight") else {name: tensor}
             for name, tensor in weights.items()
         ]
         weights = {name: tensor for part in parts for name, tensor in part.items()}

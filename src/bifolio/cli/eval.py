@@ -18,7 +18,6 @@ from bifolio.cli.eval_options import (
     Files,
     Floor,
     Items,
-    KernelChoice,
     Kernels,
     Margin,
     MaxKL,
@@ -32,6 +31,7 @@ from bifolio.cli.eval_options import (
     TaskNames,
     Threads,
 )
+from bifolio.cli.serve import Kernels as KernelChoice
 
 REFERENCE = "bf16/bf16"
 EXIT_NOT_PASSED = 1

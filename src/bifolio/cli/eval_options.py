@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from bifolio.cli.places import writable_folder
+from bifolio.cli.serve import Kernels as KernelChoice
 
 
 class Floor(StrEnum):
@@ -18,14 +19,6 @@ class Floor(StrEnum):
     KERNELS = "kernels"
     FP32 = "fp32"
     NONE = "none"
-
-
-class KernelChoice(StrEnum):
-    """Choices of --kernels."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    REFERENCE = "reference"
 
 
 Candidates = Annotated[

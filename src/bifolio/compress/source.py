@@ -18,9 +18,8 @@ from bifolio.models.quantization import read_quantization
 from bifolio.models.shards import SafetensorsFolder
 from bifolio.models.source import ModelSource
 from bifolio.models.stored import StoredWeights
-from bifolio.models.views import GateAndUp, plain_view
+from bifolio.models.views import LANGUAGE_MODEL, GateAndUp, plain_view
 
-_PREFIX = "language_model."
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -49,7 +48,11 @@ class SourceModel:
     @property
     def prefix(self) -> str:
         """What stands before the names of the language model's tensors in the files."""
-        return _PREFIX if any(name.startswith(_PREFIX) for name in self._files.shapes) else ""
+        return (
+            LANGUAGE_MODEL
+            if any(name.startswith(LANGUAGE_MODEL) for name in self._files.shapes)
+            else ""
+        )
 
     @property
     def scale_dtype(self) -> str:
@@ -76,7 +79,7 @@ class SourceModel:
         stored = self._files
         names = set(self.scale_names)
         if self.prefix:
-            others = (name for name in stored.shapes if not name.startswith(_PREFIX))
+            others = (name for name in stored.shapes if not name.startswith(LANGUAGE_MODEL))
             names |= {name for name in others if name not in self.shapes}
         return {
             name: Held(stored.shapes[name], stored.dtypes[name])

@@ -139,7 +139,7 @@ class ExpertFiles:
         """
         path = self.folder / f"{name.replace(':', '-')}.packed"
         entries = _journal(path)
-        if not path.exists() or len(entries) != experts or not _ends_with(path, entries[-1]):
+        if not _is_whole(path, entries, experts):
             try:
                 entries = self._write(path, experts, read)
             except OSError as error:
@@ -176,7 +176,7 @@ class ExpertFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         with _only_writer(self.folder):
             entries = _journal(path)
-            if path.exists() and len(entries) == experts and _ends_with(path, entries[-1]):
+            if _is_whole(path, entries, experts):
                 return entries  # another process was faster
             part = path.with_suffix(".part")
             entries = self._sound(part, entries)
@@ -254,8 +254,11 @@ def _journal(path: Path) -> list[_Entry]:
     return entries
 
 
-def _ends_with(path: Path, last: _Entry) -> bool:
-    return path.stat().st_size == last.start + last.nbytes
+def _is_whole(path: Path, entries: Sequence[_Entry], experts: int) -> bool:
+    """Whether a file is there that ends where the record of the last expert does."""
+    if len(entries) != experts or not path.exists():
+        return False
+    return path.stat().st_size == entries[-1].start + entries[-1].nbytes
 
 
 def _check_room(folder: Path, nbytes: int) -> None:

@@ -14,20 +14,22 @@ from bifolio.models.files import TensorFiles
 from bifolio.models.precision import take_rows
 from bifolio.spec import ModelSpec
 
-_PREFIX = "language_model."
+LANGUAGE_MODEL = "language_model."
+"""Before the names of the tensors of a model that also sees."""
+
 _OTHER_SENSES = ("vision_tower.", "mm_projector.")
 _BY_PROJECTION = re.compile(r"(.+\.mlp\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.(.+)")
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(?:[._](\w+))?")
 _GATE_UP = re.compile(r"(.+\.mlp\.experts\.\d+)\.gate_up_proj\.weight")
-_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "weight_shape")
-_SHORT = {suffix.removeprefix("weight_"): suffix for suffix in _SUFFIXES}
-_SHORT |= {"zero_point": "weight_zero_point"}
+_SHORT = {
+    name: f"weight_{name}" for name in ("scale", "scale_inv", "packed", "shape", "zero_point")
+}
 """Suffixes behind a parameter that is fused, `gate_up_proj_scale_inv`, by their own names."""
 
 
 def plain_view(files: TensorFiles, spec: ModelSpec) -> TensorFiles:
     """The language model's tensors under their own names, every expert by itself."""
-    if any(name.startswith(_PREFIX) for name in files.shapes):
+    if any(name.startswith(LANGUAGE_MODEL) for name in files.shapes):
         files = Renamed(files, _of_language_model)
     if any(_BY_PROJECTION.fullmatch(name) for name in files.shapes):
         files = Renamed(files, lambda name: _BY_PROJECTION.sub(r"\1.\3.\2.\4", name))
@@ -41,7 +43,7 @@ def _of_language_model(name: str) -> str | None:
 
     Other tensors keep their names, and so are refused as having no use.
     """
-    return None if name.startswith(_OTHER_SENSES) else name.removeprefix(_PREFIX)
+    return None if name.startswith(_OTHER_SENSES) else name.removeprefix(LANGUAGE_MODEL)
 
 
 class Renamed:
