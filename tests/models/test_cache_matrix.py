@@ -3,12 +3,12 @@
 Keys and values (latents, too) are made larger by a factor, and what they meet smaller by the same,
 so the function stays what it was and only the rounding in the cache can differ. Every expert is
 chosen and sparse attention sees all positions, since a choice that falls the other way is a jump
-that is right.
+that is right. Static scales are those that the checkpoint brings as `k_scale` and `v_scale`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bifolio.formats import CACHE_FP32, CacheFormat, PrecisionPlan
 from bifolio.kernels.native import NativeOps
-from bifolio.models.loader import Model, load_models
+from bifolio.models.loader import LoadedModels, load_models
 from bifolio.models.source import resolve_source
 from bifolio.testing.forward import PagedRun
 from bifolio.testing.tiny import random_weights, tiny_config, write_model, write_weights
@@ -31,13 +31,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 BOUNDS = {"bf16": 0.05, "fp8": 0.8, "fp8:token": 0.55}
 """Three times what was seen, on logits with a standard deviation of about 1."""
-FACTORS = (0.25, 1.0, 4.0)
+FP8 = CacheFormat.parse("fp8")
+FACTORS = SCALES = (0.25, 1.0, 4.0)
 OVERFLOWING = 4096.0
 JUMP = 8.0
 """How far the worst position may be above the middle one; a wrong page or scale is 50 and more."""
 LENGTH, PAGE = 53, 16
-OPS = NativeOps(2)
-Logits = dict[str, Tensor]
+OPS = NativeOps(1)
+IDS = [(37 * i) % 317 + 3 for i in range(LENGTH)]
+Load = Callable[..., LoadedModels]
 
 
 def enlarged(config: dict[str, Any], factor: float) -> dict[str, Tensor]:
@@ -62,65 +64,126 @@ def enlarged(config: dict[str, Any], factor: float) -> dict[str, Tensor]:
     return weights
 
 
+def scales_of(config: dict[str, Any], kind: float | str) -> dict[str, Tensor]:
+    """Scales of the cache as checkpoints bring them: one number everywhere, or all three mixed."""
+    latent = "kv_lora_rank" in config
+    heads = 1 if latent else config["num_key_value_heads"]
+    found = {}
+    for layer in range(config["num_hidden_layers"]):
+        for place, which in enumerate("k" if latent else "kv"):
+            mixed = [SCALES[(layer + head + place) % 3] for head in range(heads)]
+            scale_h = torch.tensor(mixed if kind == "mixed" else [kind])
+            found[f"model.layers.{layer}.self_attn.{which}_scale"] = scale_h
+    return found
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, float], Model]:
-    def load(family: str, factor: float) -> Model:
-        folder: Path = tmp_path_factory.mktemp("matrix")
-        write_model(folder, CONFIGS[family], tokenizer=False)
-        write_weights(folder, enlarged(CONFIGS[family], factor))
-        plan = PrecisionPlan.parse("fp32/fp32")
-        return load_models(resolve_source(str(folder)), plan, OPS).decode
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """A model of a family, its activations of some size, and the scales in its checkpoint."""
+    loaded: dict[tuple[str, float, float | str | None], LoadedModels] = {}
 
-    factors = (*FACTORS, OVERFLOWING)
-    return {(family, factor): load(family, factor) for family in CONFIGS for factor in factors}
+    def one(family: str, factor: float = 1.0, scale: float | str | None = None) -> LoadedModels:
+        key = (family, factor, scale)
+        if key not in loaded:
+            config, folder = CONFIGS[family], tmp_path_factory.mktemp("matrix")
+            write_model(folder, config, tokenizer=False)
+            beside = {} if scale is None else scales_of(config, scale)
+            write_weights(folder, enlarged(config, factor) | beside)
+            source = resolve_source(str(folder))
+            loaded[key] = load_models(source, PrecisionPlan.parse("fp32/fp32"), OPS)
+        return loaded[key]
+
+    return one
 
 
-def paths(model: Model, cache: CacheFormat) -> Logits:
-    """Logits of the same positions by every path to them."""
-    ids = [(37 * i) % 317 + 3 for i in range(LENGTH)]
-    cold = PagedRun(model, cache=cache, page_size=PAGE).step({"a": ids})["a"].clone()
-    run = PagedRun(model, cache=cache, page_size=PAGE)
-    run.step({"first": [*ids[: 2 * PAGE], 5, 6, 7]})
+def start(models: LoadedModels, cache: CacheFormat) -> PagedRun:
+    scales = models.cache_scales if cache == FP8 else None
+    return PagedRun(models.decode, cache=cache, page_size=PAGE, scales=scales)
+
+
+def cold(models: LoadedModels, cache: CacheFormat) -> Tensor:
+    """Logits of all positions, computed in one step."""
+    return start(models, cache).step({"a": IDS})["a"].clone()
+
+
+def paths(models: LoadedModels, cache: CacheFormat) -> Iterator[tuple[str, Tensor]]:
+    """Logits of the same positions by every other path to them."""
+    run = start(models, cache)
+    first = run.step({"first": [*IDS[: 2 * PAGE], 5, 6, 7]})["first"][: 2 * PAGE].clone()
     run.share("first", "hit", 2)
-    hit = torch.cat((cold[: 2 * PAGE], run.step({"hit": ids[2 * PAGE :]})["hit"]))
-    run = PagedRun(model, cache=cache, page_size=PAGE)
-    cuts = [ids[start : start + 7] for start in range(0, LENGTH, 7)]
-    chunked = torch.cat([run.step({"a": cut})["a"].clone() for cut in cuts])
-    run = PagedRun(model, cache=cache, page_size=PAGE)
-    decode = torch.cat([run.step({"a": [token]})["a"].clone() for token in ids])
-    return {"cold": cold, "hit": hit, "chunked": chunked, "decode": decode}
+    yield "prefix hit", torch.cat((first, run.step({"hit": IDS[2 * PAGE :]})["hit"]))
+    run = start(models, cache)
+    cuts = [IDS[at : at + 7] for at in range(0, LENGTH, 7)]
+    yield "chunked", torch.cat([run.step({"a": cut})["a"].clone() for cut in cuts])
+    run = start(models, cache)
+    yield "decode", torch.cat([run.step({"a": [token]})["a"].clone() for token in IDS])
+
+
+def check_all_paths(models: LoadedModels, cache: CacheFormat) -> Tensor:
+    """Every path gives the same bits, which are returned."""
+    expected = cold(models, cache)
+    assert expected.isfinite().all()
+    for name, logits in paths(models, cache):
+        assert torch.equal(logits, expected), name
+    return expected
+
+
+def check_near(found: Tensor, exact: Tensor, bound: float) -> None:
+    away = (found - exact).abs().amax(dim=1)
+    assert away.max() < bound, away
+    assert away.max() < JUMP * away.median(), away
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_size_of_activations_does_not_change_the_function(
+    family: str, factor: float, load: Load
+) -> None:
+    exact = cold(load(family, factor), CACHE_FP32)
+    assert (exact - cold(load(family), CACHE_FP32)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("cache", BOUNDS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_path_is_near_the_exact_cache_and_none_jumps(
-    family: str, cache: str, factor: float, models: dict[tuple[str, float], Model]
+    family: str, cache: str, factor: float, load: Load
 ) -> None:
-    model = models[family, factor]
-    exact = paths(model, CACHE_FP32)["cold"]
-    plain = paths(models[family, 1.0], CACHE_FP32)["cold"]
-    assert (exact - plain).abs().max() < 1e-3, "the factor changed the function"
-    found = paths(model, CacheFormat.parse(cache))
-    for name, logits in found.items():
-        assert torch.equal(logits, found["cold"]), name
-        away = (logits - exact).abs().amax(dim=1)
-        assert away.max() < BOUNDS[cache], (name, away)
-        assert away.max() < JUMP * away.median(), (name, away)
+    models = load(family, factor)
+    found = check_all_paths(models, CacheFormat.parse(cache))
+    check_near(found, cold(models, CACHE_FP32), BOUNDS[cache])
+
+
+@pytest.mark.parametrize("scale", [*SCALES, "mixed"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_with_static_scales_of_a_checkpoint_every_path_is_near_and_none_jumps(
+    family: str, scale: float | str, load: Load
+) -> None:
+    """`mixed` has other scales for each layer, head, keys and values."""
+    models = load(family, scale=scale)
+    assert models.cache_scales is not None
+    found = check_all_paths(models, FP8)
+    check_near(found, cold(models, CACHE_FP32), BOUNDS["fp8"])
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0, OVERFLOWING])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_static_scale_undoes_the_size_of_activations_bit_by_bit(
+    family: str, factor: float, load: Load
+) -> None:
+    """Also of those that overflow e4m3: all of them are powers of two, so nothing is rounded."""
+    models = load(family, factor, scale=factor)
+    assert torch.equal(check_all_paths(models, FP8), cold(load(family), FP8))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_activations_that_overflow_e4m3_are_clamped_alike_on_every_path(
-    family: str, models: dict[tuple[str, float], Model]
+    family: str, load: Load
 ) -> None:
     """Beyond 448 a scale of 1 costs accuracy, as it warns; a scale per token does not."""
-    model = models[family, OVERFLOWING]
-    exact = paths(model, CACHE_FP32)["cold"]
-    clamped = paths(model, CacheFormat.parse("fp8"))
-    scaled = paths(model, CacheFormat.parse("fp8:token"))
-    for found in (clamped, scaled):
-        for name, logits in found.items():
-            assert torch.equal(logits, found["cold"]), name
-            assert logits.isfinite().all(), name
-    assert (scaled["cold"] - exact).abs().max() < BOUNDS["fp8:token"]
-    assert (clamped["cold"] - exact).abs().max() > 2 * BOUNDS["fp8"], "nothing overflowed"
+    models = load(family, OVERFLOWING)
+    exact = cold(models, CACHE_FP32)
+    clamped = check_all_paths(models, FP8)
+    scaled = check_all_paths(models, CacheFormat.parse("fp8:token"))
+    assert (scaled - exact).abs().max() < BOUNDS["fp8:token"]
+    assert (clamped - exact).abs().max() > 2 * BOUNDS["fp8"], "nothing overflowed"
