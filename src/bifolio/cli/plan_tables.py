@@ -152,6 +152,9 @@ def _memory_table(report: Report) -> Table:
             name = str(kind).replace("_", " ")
             table.add_row(name, *(_gigabytes(size or 0) for size in sizes))
     table.add_row("weights", *(_gigabytes(room.weight_bytes) for _, room in rooms), style="bold")
+    if deployment.model.moe:
+        table.add_row("  of them in memory", *(_gigabytes(r.resident_bytes) for _, r in rooms))
+        table.add_row("  may be mapped", *(_gigabytes(r.mappable_bytes) for _, r in rooms))
     table.add_row("cache", *(_gigabytes(room.cache_bytes) for _, room in rooms))
     rest = deployment.device.memory_bytes - deployment.usable_bytes
     table.add_row("left free", *([_gigabytes(rest)] * len(rooms)))

@@ -71,6 +71,16 @@ class Capacity:
         return sum(self.weights.values())
 
     @property
+    def mappable_bytes(self) -> int:
+        """Bytes of weights that `--experts mapped` keeps in files: those of routed experts."""
+        return self.weights.get(Kind.ROUTED_EXPERTS, 0)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights that must be in memory, wherever the experts are."""
+        return self.weight_bytes - self.mappable_bytes
+
+    @property
     def tokens(self) -> int:
         """Tokens that the pages hold; every rank holds the same ones."""
         return self.page.pages_in(self.cache_bytes) * self.page.page_size
@@ -84,12 +94,21 @@ def capacity(deployment: Deployment, phase: PhasePlan) -> Capacity:
     """What one phase keeps on one device. ConfigError if the weights leave no room for a page."""
     weights = deployment.weight_bytes(phase)
     left = deployment.usable_bytes - sum(weights.values())
-    page = deployment.pages(phase.cache)
-    if left < page.page_bytes:
+    room = Capacity(weights, left, deployment.pages(phase.cache))
+    if left < room.page.page_bytes:
         raise ConfigError(
-            f"the weights take {sum(weights.values()):,} B on each of {deployment.tp} × "
+            f"the weights take {room.weight_bytes:,} B on each of {deployment.tp} × "
             f"{deployment.device.name}, which has {deployment.usable_bytes:,} B for them and the "
             f"cache ({deployment.memory_share} % of its memory); use more devices (--tp) or "
-            "smaller formats (--plan)"
+            f"smaller formats (--plan){_or_mapped(room)}"
         )
-    return Capacity(weights, left, page)
+    return room
+
+
+def _or_mapped(room: Capacity) -> str:
+    if not room.mappable_bytes:
+        return ""
+    return (
+        f"; on processors `bifolio serve --experts mapped` needs {room.resident_bytes:,} B of them "
+        "in memory, the rest in files"
+    )

@@ -243,6 +243,11 @@ def _assumptions(report: Report) -> list[str]:
             f"{cut}; latent projections, indexer, router and norms stand on every device"
         )
     lines += _two_phases(report)
+    if model.moe:
+        lines.append(
+            "experts may be mapped from files by `bifolio serve --experts mapped`, on processors; "
+            "tokens and ceilings count them in memory"
+        )
     page = report.decode_room.page
     lines.append(
         f"pages of {page.page_size} tokens with their {page.page_bytes:,} B ({page.layout}), "
@@ -300,6 +305,8 @@ def _phase_dict(deployment: Deployment, phase: PhasePlan, room: Capacity) -> dic
         "checkpoint_bytes": deployment.checkpoint_bytes(phase),
         "weight_bytes": {str(kind): nbytes for kind, nbytes in room.weights.items()},
         "weight_bytes_per_device": room.weight_bytes,
+        "weight_bytes_resident": room.resident_bytes,
+        "weight_bytes_mappable": room.mappable_bytes,
         "cache_bytes": room.cache_bytes,
         "cache_tokens": room.tokens,
         "cache_bytes_per_token": room.page.token_bytes,

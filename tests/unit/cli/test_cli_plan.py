@@ -73,6 +73,20 @@ def test_the_table_shows_tokens_assumptions_and_where_memory_ends() -> None:
     assert "GiB 2³⁰" in text
 
 
+def test_what_of_a_mixture_may_be_mapped_is_shown() -> None:
+    options = ("-m", "kimi-k2.6", "-d", "epyc-9654", "--cache", "fp8")
+    phase = values(*options)["phases"]["decode"]
+    routed = phase["weight_bytes"]["routed_experts"]
+    assert phase["weight_bytes_mappable"] == routed > 5e11
+    assert phase["weight_bytes_resident"] == phase["weight_bytes_per_device"] - routed
+    text = run(*options)
+    assert re.search(r"of them in memory +23\.\d\d GB", text)
+    assert re.search(r"may be mapped +570\.\d\d GB", text)
+    dense = ("-m", "llama-70b", "-d", "epyc-9654")
+    assert "mapped" not in run(*dense)
+    assert values(*dense)["phases"]["decode"]["weight_bytes_mappable"] == 0
+
+
 def test_two_phases_are_two_columns() -> None:
     text = run("-m", "glm-5.2", *H200, "--prefill", "fp8/bf16", "--decode", "int4:g32/fp8")
     assert re.search(r"prefill +decode\n", re.sub(r" +\n", "\n", text))

@@ -113,6 +113,24 @@ def test_weights_that_do_not_fit_are_refused_with_the_cure() -> None:
         capacity(preset_deployment("glm-5.2", "h200", 1), phase("bf16/bf16"))
 
 
+def test_routed_experts_may_be_mapped_and_all_else_must_be_in_memory() -> None:
+    kimi = capacity(preset_deployment("kimi-k2.6", "epyc-9654", 1), phase("auto/fp8"))
+    experts = 60 * 384 * 3 * 7168 * 2048
+    assert kimi.mappable_bytes == experts // 2 + experts // 32 * 2
+    assert kimi.resident_bytes + kimi.mappable_bytes == kimi.weight_bytes
+    dense = capacity(preset_deployment("llama-70b", "epyc-9654", 1), phase("auto/fp8"))
+    assert (dense.mappable_bytes, dense.resident_bytes) == (0, dense.weight_bytes)
+
+
+def test_a_mixture_that_does_not_fit_is_told_what_mapped_experts_would_need() -> None:
+    kimi, dense = (preset_deployment(name, "ryzen-7950x", 1) for name in ("kimi-k2.6", "llama-70b"))
+    with pytest.raises(ConfigError, match=r"--experts mapped` needs \d\d,\d+,\d+,\d+ B of them in"):
+        capacity(kimi, phase("auto/fp8"))
+    with pytest.raises(ConfigError) as refusal:
+        capacity(dense, phase("bf16/bf16"))
+    assert "experts" not in str(refusal.value)
+
+
 def test_heads_that_cannot_be_cut_are_refused_with_the_valid_numbers() -> None:
     with pytest.raises(ConfigError, match=r"3 KV heads cannot be cut in 2; valid: \[1, 3\]"):
         preset_deployment("smollm2-135m", "h100", 2).pages(CacheFormat.parse("bf16"))
