@@ -132,6 +132,8 @@ class ServerConfig(_Frozen):
     chat_template: str = ""
     max_request_bytes: int = 8 * 2**20
     drain_seconds: float = Field(default=30.0, ge=0)
+    request_timeout: float | None = Field(default=None, gt=0)
+    """Most seconds from the submission of a request to its last token; it may ask for less."""
 
 
 def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:

@@ -25,6 +25,8 @@ class ErrorCode(StrEnum):
 
     CACHE_INTEGRITY = "cache_integrity"
     CACHE_EXHAUSTED = "cache_exhausted"
+    DEADLINE = "deadline_exceeded"
+    """The request's own time limit, or that of the server, has passed."""
     PAGES_LOST = "pages_lost"
     """Pages that another engine computed are gone; the whole request can be sent again."""
     HANDOFF_FAILED = "handoff_failed"
@@ -112,6 +114,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. `cache_salt` names the tenant whose cached pages it may read.
 
     Requests of one `session` are sent to the same prefill engine, where there are several.
+    `timeout` is in seconds from now on, whoever reads it: clocks of two machines do not agree.
     With a `route` the engine ends it after the first token, which it hands over with the pages.
     """
 
@@ -120,6 +123,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str = ""
     session: str = ""
+    timeout: float | None = None
     route: Route | None = None
 
 

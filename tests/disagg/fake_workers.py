@@ -91,10 +91,17 @@ def router_over(prefill, decode, **options):
     return router
 
 
-def ask(name="a", length=4, session="", salt="", start=1):
+def ask(name="a", length=4, session="", salt="", start=1, timeout=None):
     prompt = list(range(start, start + length))
     sampling = SamplingParams(max_tokens=16)
-    return Request(id=name, prompt_ids=prompt, sampling=sampling, session=session, cache_salt=salt)
+    return Request(
+        id=name,
+        prompt_ids=prompt,
+        sampling=sampling,
+        session=session,
+        cache_salt=salt,
+        timeout=timeout,
+    )
 
 
 async def answer(router, *requests):

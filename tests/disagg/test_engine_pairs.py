@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import msgspec
 import pytest
@@ -135,6 +136,39 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(model, oracle,
         settle(pair)
     after = ask("after", 70, 3)
     assert collect(pair, after)[0]["after"] == tokens_of(oracle, after)
+
+
+@pytest.mark.parametrize("moment", range(0, 40, 3))
+def test_a_time_limit_ends_a_request_wherever_it_is_and_leaves_nothing_behind(
+    model, oracle, moment, monkeypatch
+):
+    pair, ahead = LocalPair(model, *PLAN, max_step_tokens=16), 0.0
+
+    def clock():
+        return time.monotonic() + ahead
+
+    for engine, sides in (
+        (pair.prefill, pair.prefill.peers._sides.values()),
+        (pair.decode, pair.decode.peers.sides),
+    ):
+        monkeypatch.setattr(engine.scheduler, "_clock", clock)
+        for side in sides:
+            monkeypatch.setattr(side.link, "clock", clock)
+    request = msgspec.structs.replace(ask("a", 70, 3, max_tokens=60), timeout=10.0)
+    pair._submit(request, [])
+    for _ in range(moment):
+        pair.turn()
+    ahead = 10.5
+    for _ in range(10):
+        pair.turn()
+    outputs = pair._news["a"]
+    tokens = [token for output in outputs for token in output.tokens]
+    assert tokens == tokens_of(oracle, request)[: len(tokens)]
+    assert (outputs[-1].finish, outputs[-1].error_code) == (
+        FinishReason.ERROR,
+        ErrorCode.DEADLINE,
+    )
+    settle(pair)
 
 
 class Flipping:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from pair import Pair, make_pair
 from pools import make_request
@@ -57,6 +58,25 @@ def test_a_deadline_ends_a_request_on_both_sides() -> None:
         pair.pass_time(0.4)
     assert pair.failed("a").cause is Cause.DEADLINE
     assert nothing_is_held(pair)
+
+
+def test_a_request_goes_on_with_the_time_that_is_left_and_without_a_limit_if_it_had_none() -> None:
+    pair = make_pair(timing=TIMING)
+    pair.get_ready()
+    limited = msgspec.structs.replace(make_request("a", PROMPT), timeout=9.0)
+    free = make_request("b", PROMPT[::-1])
+    pair.offer(limited, deadline=8.0)
+    pair.offer(free)
+    pair.poll(2)
+    for _ in range(5):
+        pair.pass_time(0.4)
+    for request in (limited, free):
+        pair.compute(request, len(PROMPT))
+        pair.finish(request)
+    pair.poll(6)
+    pair.delivered("a")
+    assert pair.target.admitted["a"][0].timeout == pytest.approx(8.0 - 2.0)
+    assert pair.target.admitted["b"][0] == free
 
 
 def test_waiting_for_memory_is_no_stall_and_the_first_who_waits_is_served_first() -> None:

@@ -113,6 +113,33 @@ async def test_attempts_without_a_new_token_are_bounded_and_those_with_one_are_n
     assert (await answer(router, ask()))[0] == {"a": list(range(1, 13))}
 
 
+async def test_each_attempt_gets_the_time_that_the_ones_before_have_left():
+    decode = by_attempt([tokens(1), 0.2, LOST_PAGES], [tokens(2, end=STOP)])
+    router = router_over([always(HANDOFF)], [decode])
+    assert (await answer(router, ask(timeout=5.0)))[0] == {"a": [1, 2]}
+    first, second = (sent.timeout for sent in router.fleet.prefill[0].engine.requests)
+    assert 4.7 < first <= 5.0
+    assert 4.0 < second < first - 0.19
+
+
+@pytest.mark.parametrize("prefill", [always(), by_attempt(*[[FAILED]] * 8)])
+async def test_a_request_whose_workers_say_nothing_ends_soon_after_its_time(prefill, monkeypatch):
+    monkeypatch.setattr("bifolio.disagg.router.GRACE", 0.05)
+    monkeypatch.setattr("bifolio.disagg.router._FIRST_DELAY", 0.04)
+    router = router_over([prefill], [always()])
+    found, last = await asyncio.wait_for(answer(router, ask(timeout=0.1)), 2)
+    assert (found, last["a"].error_code) == ({"a": []}, ErrorCode.DEADLINE)
+    assert counters(router) == idle(router)
+
+
+async def test_a_request_ends_in_time_while_no_worker_is_up(monkeypatch):
+    monkeypatch.setattr("bifolio.disagg.router.GRACE", 0.05)
+    router = router_over([always()], [always()])
+    router.fleet.prefill[0].peers = set()
+    _, last = await asyncio.wait_for(answer(router, ask(timeout=0.1)), 2)
+    assert last["a"].error_code is ErrorCode.DEADLINE
+
+
 async def test_a_refusal_ends_all_requests_of_its_reader():
     def prefill(request_id, request):
         return [RequestError("too long", "prompt") if "a" in request_id else HANDOFF]

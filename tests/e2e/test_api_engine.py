@@ -39,13 +39,14 @@ async def server(folder):
         yield running
 
 
-def over(folder, factory=ENGINE_FACTORY, **options):
+def over(folder, factory=ENGINE_FACTORY, request_timeout=None, **options):
     """A server with the model of `folder`, on one thread."""
     fields = {"threads": 1, "cache_memory": 2**21, "max_model_len": 256}
     config = EngineConfig(
         model=str(folder), plan=PrecisionPlan.parse("bf16/bf16"), **(fields | options)
     )
-    return serving_over(config, factory, load_text_side(folder))
+    text = load_text_side(folder)
+    return serving_over(config, factory, text, request_timeout=request_timeout)
 
 
 PROMPT = "The quick brown fox"
@@ -117,6 +118,47 @@ async def test_the_log_probabilities_of_a_prompt_are_the_same_cold_and_warm(serv
     assert (
         scored["choices"][0]["logprobs"]["token_logprobs"] == (blocks[0]["token_logprobs"][:count])
     )
+
+
+SECONDS_OF_WORK = {"max_tokens": 230, "n": 48, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_an_answer_that_takes_longer_than_its_timeout_ends_as_an_error(server, path):
+    words = {"prompt": "a"}
+    if path.startswith("chat"):
+        words = {"messages": [{"role": "user", "content": "a"}]}
+    body = SECONDS_OF_WORK | words | {"max_tokens": 150, "timeout": 0.05}
+    response = await server.post(f"/v1/{path}", model="tiny", **body)
+    assert response.status_code == 504
+    assert response.headers["x-should-retry"] == "false"
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
+    await server.until_idle()
+    in_time = await complete(server, max_tokens=5, ignore_eos=True, timeout=30)
+    assert in_time["usage"]["completion_tokens"] == 5
+
+
+async def test_a_stream_whose_time_is_over_ends_with_the_error_and_without_done(server):
+    body = SECONDS_OF_WORK | {"model": "tiny", "prompt": PROMPT, "stream": True}
+    for timeout in (0.1, 0.3, 0.6):  # the first may be over before the first token
+        response = await server.post("/v1/completions", **body, timeout=timeout)
+        if response.status_code == 200:
+            break
+    events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    assert json.loads(events[0])["choices"]
+    assert json.loads(events[-1])["error"]["code"] == "deadline_exceeded"
+    await server.until_idle()
+
+
+async def test_a_request_cannot_ask_for_more_time_than_the_server_gives(folder):
+    async with over(folder, max_num_seqs=48, request_timeout=0.05) as server:
+        for own in ({}, {"timeout": 3600}):
+            answer = await complete(server, **SECONDS_OF_WORK, **own)
+            assert answer["error"]["code"] == "deadline_exceeded"
+        await server.until_idle()
+        metrics = (await server.http.get("/metrics")).text
+        assert 'code="deadline_exceeded"' in metrics
 
 
 async def test_a_wrong_id_of_a_neighbour_changes_nothing(server):

@@ -119,6 +119,9 @@ NUMBERS = [
     ("stream_options", {"include_usage": 1}, "boolean"),
     ("cache_salt", "s" * 300, "at most 256"),
     ("ignore_eos", 1, "boolean"),
+    ("timeout", 0, "above 0"),
+    ("timeout", -1.5, "above 0"),
+    ("timeout", "5s", "number"),
 ]
 
 

@@ -166,6 +166,23 @@ async def test_all_cases_through_processes_sockets_and_router(model, transport):
         await until_accounted(server.engine)
 
 
+async def test_time_limits_end_requests_in_both_pools_and_leave_no_page_behind(model):
+    requests = prompts(30, seed=2)
+    expected = await expected_answers(model, requests)
+    async with pools(model) as server:
+        limits = [0.01, 0.05, 0.2, 60]
+        late = [
+            (path, body | {"timeout": limits[i % 4]}) for i, (path, body) in enumerate(requests)
+        ]
+        wrong, errors = await traffic(server, late, expected, 30)
+        assert wrong == []
+        assert set(errors) == {"deadline_exceeded"}
+        assert errors["deadline_exceeded"] <= 23
+        await until_accounted(server.engine)
+        wrong, errors = await traffic(server, requests, expected, 30)
+        assert (wrong, errors) == ([], {})
+
+
 async def test_encrypted_hand_offs_change_no_answer(model):
     folder = Path(__file__).parents[1] / "disagg" / "tls"
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")

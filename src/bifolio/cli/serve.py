@@ -186,6 +186,15 @@ DrainSeconds = Annotated[
     float | None,
     _option(NETWORK, "Time that open requests get when the server stops.", "30", "SECONDS"),
 ]
+RequestTimeout = Annotated[
+    float | None,
+    _option(
+        LIMITS,
+        "Most time for a request, queue included; its own `timeout` may be shorter.",
+        "no limit",
+        "SECONDS",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -228,6 +237,7 @@ def serve(
     served_name: ServedName = None,
     chat_template: ChatTemplate = None,
     drain_seconds: DrainSeconds = None,
+    request_timeout: RequestTimeout = None,
     config: ConfigFile = None,
     log_level: Level = None,
     until_stdin_closes: UntilStdinCloses = False,
@@ -276,6 +286,7 @@ def serve(
         "served_name": served_name,
         "chat_template": chat_template,
         "drain_seconds": drain_seconds,
+        "request_timeout": request_timeout,
     }
     if model is None and config is None:
         raise ConfigError("no model given; try `bifolio serve smollm2-135m`")

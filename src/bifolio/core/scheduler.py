@@ -22,6 +22,8 @@ that were reserved while that happened (`reserved`), and runs at once. Its promp
 here, where the weights of prefill are not, so if it is preempted it ends with PAGES_LOST, and the
 router sends it through prefill again: the same tokens come out. Reservations give way first.
 
+Time limits are looked at before each step: a request whose time is over is planned no more.
+
 At most one step is in flight: `schedule` and `commit` (or `fail`) alternate. Pages freed between
 the two are given out by the next `schedule` at the earliest, when no kernel writes to them.
 """
@@ -53,21 +55,6 @@ class Scheduler(SchedulerState):
 
     # ── requests in ──────────────────────────────────────────────────────────────────────────
 
-    @property
-    def max_request_tokens(self) -> int:
-        """Most tokens, prompt and answer together, that a request may have at this moment."""
-        return self.limits.longest(self.cache.pool.usable, self.cache.page_size)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `schedule` would plan a step, or `take_news` has something."""
-        return bool(self._running or self._news or (self._waiting and not self._held_up))
-
-    @property
-    def _held_up(self) -> bool:
-        """Nothing runs, and what waits needs pages that only transfers can let go of."""
-        return self._blocked and not self._running and self._others_keep_pages
-
     def add(self, request: Request) -> None:
         """Put a request in line. RequestError if it can never run, OverloadedError if not now."""
         if request.id in self._running or request.id in self._waiting:
@@ -85,6 +72,8 @@ class Scheduler(SchedulerState):
         if not request.sampling.ignore_eos:
             stop_ids |= self._stop_ids
         self._arrivals += 1
+        if request.timeout is not None:
+            self._deadlines.add(request.id, self._clock() + request.timeout)
         return Sequence(request, token_ids, stop_ids, self._arrivals)
 
     def _join(self, sequence: Sequence) -> None:
@@ -173,6 +162,7 @@ class Scheduler(SchedulerState):
         Rows are valid until the next call: they and the lists in them are used again.
         """
         assert self._step is None, "a step is in flight: commit it first"
+        self._end_late()
         self._budget = self.limits.max_step_tokens
         self._logits_left = self.limits.max_step_logits
         self._planned = []
@@ -196,7 +186,7 @@ class Scheduler(SchedulerState):
             self._reserve = min(2 * self._reserve, self.limits.max_model_len)
         rows = [s.row for s in self._planned if s.planned and s.row is not None]
         if not rows:
-            assert self._news or not self.has_work, f"nothing can be scheduled\n{self.dump()}"
+            assert self._news or not self._can_go_on, f"nothing can be scheduled\n{self.dump()}"
             return None
         self._step = Step(rows, self.cache.pool.take_stamps())
         return self._step
@@ -427,6 +417,17 @@ class Scheduler(SchedulerState):
         )
         self._news.append(self._end_with(sequence, ErrorCode.CACHE_EXHAUSTED, text))
 
+    def _end_late(self) -> None:
+        """End the requests whose time is over, whether they run or wait."""
+        for request_id in self._deadlines.passed(self._clock()):
+            sequence = self._running.get(request_id) or self._waiting[request_id]
+            self._counts["late"] += 1
+            text = (
+                f"the time limit of the request passed after {len(sequence.output_ids)} tokens of "
+                "its answer; allow more time or ask for fewer tokens"
+            )
+            self._news.append(self._end_with(sequence, ErrorCode.DEADLINE, text))
+
     def _end_with(self, sequence: Sequence, code: ErrorCode, text: str) -> Output:
         output = self._end(sequence, FinishReason.ERROR)
         output.error = text
@@ -435,6 +436,7 @@ class Scheduler(SchedulerState):
 
     def _end(self, sequence: Sequence, finish: FinishReason) -> Output:
         """Free all that a request holds, whether it runs or waits."""
+        self._deadlines.drop(sequence.id)
         if sequence.table is not None:
             self._leave_running(sequence)
             self._note_end()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from bifolio.core.cache import CacheManager, PageTable
+from bifolio.core.deadlines import Deadlines
 from bifolio.core.holds import HoldBook
 from bifolio.core.limits import Limits
 from bifolio.core.queue import FairQueue
@@ -28,6 +29,7 @@ _COUNTERS = (
     "finished",
     "aborted",
     "exhausted",
+    "late",
     "integrity_faults",
     "adopted",
     "pages_lost",
@@ -70,6 +72,7 @@ class SchedulerState:
         self._queue = FairQueue()
         self._running: dict[str, Sequence] = {}
         self._waiting: dict[str, Sequence] = {}
+        self._deadlines = Deadlines()
         self._step: Step | None = None
         self._planned: list[Sequence] = []
         self._budget = 0
@@ -84,6 +87,29 @@ class SchedulerState:
         self._last_end = clock()
         self._end_interval = 1.0
         self._counts = dict.fromkeys(_COUNTERS, 0)
+
+    def time_left(self, request_id: str) -> float:
+        """Seconds until a request must have ended; infinity if it has no limit."""
+        return self._deadlines.left(request_id, self._clock())
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Most tokens, prompt and answer together, that a request may have at this moment."""
+        return self.limits.longest(self.cache.pool.usable, self.cache.page_size)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would plan a step, or `take_news` has something."""
+        return self._can_go_on or self._deadlines.any_passed(self._clock())
+
+    @property
+    def _can_go_on(self) -> bool:
+        return bool(self._running or self._news or (self._waiting and not self._held_up))
+
+    @property
+    def _held_up(self) -> bool:
+        """Nothing runs, and what waits needs pages that only transfers can let go of."""
+        return self._blocked and not self._running and self._others_keep_pages
 
     def _reserved_tables(self) -> Collection[PageTable]:
         return () if self.reserved is None else self.reserved.tables()
@@ -157,6 +183,9 @@ class SchedulerState:
         for sequence in self._waiting.values():
             assert sequence.table is None and sequence.row is None
         assert len(self._running) <= self._seats
+        assert self._deadlines.ids() <= {*self._running, *self._waiting}, (
+            "a limit outlived its request"
+        )
         self._queue.check_invariants(tenants)
         tables = [s.table for s in self._running.values() if s.table is not None]
         self.cache.check_invariants([*tables, *self.holds.tables(), *self._reserved_tables()])

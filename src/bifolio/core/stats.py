@@ -14,7 +14,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     room for before another is admitted. `held_pages` are those that `holds` transfers
     to other engines keep, `reserved_pages` those set apart for `reservations` prompts on their way
     here, shared ones counted for each; `pages_lost` are adopted requests that ended for want
-    of them.
+    of them. `late` are requests that ran into their time limits.
     """
 
     running: int
@@ -42,6 +42,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     aborted: int
     exhausted: int
+    late: int
     adopted: int
     pages_lost: int
     integrity_faults: int

@@ -10,10 +10,12 @@ once; slots that the peer has not given back stay its own until it does, or the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
 import structlog
 
 from bifolio.disagg.document import root
@@ -290,7 +292,7 @@ class DecodeSide(Generic[R]):
         if reservation.lost:
             return  # `_watch` ends it
         try:
-            self._sink.admit(reservation, request, result)
+            self._sink.admit(reservation, self._with_time_left(incoming), result)
         except RequestError as error:
             self._abort(incoming, Cause.REJECTED, str(error))
         except OverloadedError as error:
@@ -301,6 +303,13 @@ class DecodeSide(Generic[R]):
             self.counts.known_pages += incoming.known
             self._unsettled[finish.transfer] = request.id
             self.link.send(Admitted(finish.transfer))
+
+    def _with_time_left(self, incoming: _Incoming[R]) -> Request:
+        """The request as it goes on here: its limit is what is left of it."""
+        if incoming.deadline == math.inf:
+            return incoming.request
+        left = incoming.deadline - self.link.clock()
+        return msgspec.structs.replace(incoming.request, timeout=left)
 
     # ── room ─────────────────────────────────────────────────────────────────────────────────
 

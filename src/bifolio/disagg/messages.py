@@ -128,7 +128,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfer: int
     request: Request
     deadline: float
-    """Seconds from now within which the client wants its end; infinity if it does not say."""
+    """Seconds from now within which the request must have ended; infinity if it has no limit.
+
+    The timeout of `request` itself is None: this is what is left of it.
+    """
 
 
 class Accept(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -206,7 +206,7 @@ class PrefillSide:
         agreement = self.link.agreement
         assert agreement is not None
         out = _Outgoing(
-            request=msgspec.structs.replace(request, route=None),  # it ends there
+            request=msgspec.structs.replace(request, route=None, timeout=None),  # see `deadline`
             held=held,
             pages=agreement.target.pages_for(len(request.prompt_ids)),
             deadline=self.link.clock() + deadline,
@@ -398,7 +398,11 @@ class PrefillSide:
             if now > out.deadline:
                 if out.due is None:
                     self.link.send(Abort(transfer=out.transfer, cause=Cause.DEADLINE))
-                self._end(out, Cause.DEADLINE, "the deadline passed before the hand-off was done")
+                self._end(
+                    out,
+                    Cause.DEADLINE,
+                    "the time limit of the request passed before the hand-off was done",
+                )
             elif out.waits_for_us:
                 out.moved = now
                 if out.due is not None and now >= out.due:

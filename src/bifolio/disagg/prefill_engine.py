@@ -9,7 +9,6 @@ whether it is sent again, and where, is the router's business.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -181,7 +180,8 @@ class PrefillPeers:
                 table = self._scheduler.table(row.request_id)
                 assert table is not None
                 routed.offered = True
-                routed.side.offer(routed.request, table, math.inf)
+                left = self._scheduler.time_left(row.request_id)
+                routed.side.offer(routed.request, table, left)
 
     def stepped(self, outputs: Sequence[Output]) -> list[Output]:
         """Report how far prompts are; the outputs of a step that are for the front end."""
@@ -289,5 +289,7 @@ def create(config: EngineConfig, progress: Progress) -> PrefillEngine:
 
 def _failure(request_id: str, event: Failed) -> Output:
     code = ErrorCode.HANDOFF_FAILED if event.recomputable else ErrorCode.INTERNAL
+    if event.cause is Cause.DEADLINE:
+        code = ErrorCode.DEADLINE
     text = f"the hand-off failed ({event.cause}): {event.message}"
     return Output(id=request_id, finish=FinishReason.ERROR, error=text, error_code=code)

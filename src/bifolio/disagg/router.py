@@ -44,6 +44,9 @@ OnLoss = Literal["recompute", "fail"]
 LAST_WORDS = 120.0
 """Seconds that a prefill worker has to say that a request was taken over, if that ended before."""
 
+GRACE = 1.0
+"""Seconds that workers have to say that a request's time is over; after it the router does."""
+
 _Reading = tuple[asyncio.Task[Output], AsyncGenerator[Output, None]]
 """The next output of a stream, and the stream."""
 
@@ -216,27 +219,36 @@ class PoolRouter:
             news.put_nowait(EngineDeadError(reason))
 
     async def _serve(self, request: Request, news: _News) -> None:
-        """One request, through as many attempts as it takes."""
+        """One request to its end, which is an output or an error."""
+        end = None
+        if request.timeout is not None:
+            end = asyncio.get_running_loop().time() + request.timeout
+        limit = asyncio.timeout_at(None if end is None else end + GRACE)
+        try:
+            async with limit:
+                await self._try_until_done(request, end, news)
+        except Exception as error:
+            news.put_nowait(_late(request) if limit.expired() else error)
+
+    async def _try_until_done(self, request: Request, end: float | None, news: _News) -> None:
+        """One request, through as many attempts as it takes; `end`: on the loop's clock."""
         known: list[int] = []
         attempt = tries = 0
-        try:
-            while True:
-                attempt += 1
-                tries += 1
-                try:
-                    async with aclosing(self._attempt(request, known, attempt)) as outputs:
-                        async for output in outputs:
-                            known += output.tokens
-                            tries = 0 if output.tokens else tries
-                            news.put_nowait(output)
-                            if output.finish is not None:
-                                return
-                except _LostError as error:
-                    self._count_loss(request, error, tries)
-                delay = min(_LAST_DELAY, _FIRST_DELAY * 2**tries) * random.uniform(0.5, 1.0)
-                await asyncio.sleep(delay)
-        except Exception as error:
-            news.put_nowait(error)
+        while True:
+            attempt += 1
+            tries += 1
+            try:
+                async with aclosing(self._attempt(request, end, known, attempt)) as outputs:
+                    async for output in outputs:
+                        known += output.tokens
+                        tries = 0 if output.tokens else tries
+                        news.put_nowait(output)
+                        if output.finish is not None:
+                            return
+            except _LostError as error:
+                self._count_loss(request, error, tries)
+            delay = min(_LAST_DELAY, _FIRST_DELAY * 2**tries) * random.uniform(0.5, 1.0)
+            await asyncio.sleep(delay)
 
     def _count_loss(self, request: Request, error: _LostError, tries: int) -> None:
         """Note a lost attempt; EngineDeadError if it was the last."""
@@ -246,7 +258,7 @@ class PoolRouter:
         log.warning("request is sent again", request=request.id, reason=str(error))
 
     async def _attempt(
-        self, request: Request, known: list[int], attempt: int
+        self, request: Request, end: float | None, known: list[int], attempt: int
     ) -> AsyncGenerator[Output, None]:
         """One way through a pair of workers; _LostError if it may be tried again."""
         pair = await self._choose(request)
@@ -254,7 +266,11 @@ class PoolRouter:
         assert one is not None and other is not None
         name = f"{request.id}.{attempt}"
         sent = msgspec.structs.replace(
-            request, id=name, session="", route=Route(decode=pair.decode.name, known=list(known))
+            request,
+            id=name,
+            session="",
+            timeout=None if end is None else end - asyncio.get_running_loop().time(),
+            route=Route(decode=pair.decode.name, known=list(known)),
         )
         pair.open()
         try:
@@ -340,6 +356,12 @@ class PoolRouter:
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
+
+
+def _late(request: Request) -> Output:
+    text = "the time limit of the request has passed, and no worker has ended it"
+    code = ErrorCode.DEADLINE
+    return Output(id=request.id, finish=FinishReason.ERROR, error=text, error_code=code)
 
 
 async def _both(

@@ -79,6 +79,10 @@ def failure_of(error: Exception) -> Failure:
             return Failure(429, "rate_limit_error", text, code="overloaded", headers=wait)
         case EngineDeadError():
             return Failure(503, "server_error", text, code="engine_unavailable")
+        case GenerationError(code=ErrorCode.DEADLINE):
+            # Clients of OpenAI send again what failed with 5xx; this would fail again.
+            once = {"x-should-retry": "false"}
+            return Failure(504, "timeout_error", text, code=error.code, headers=once)
         case GenerationError():
             return Failure(500, "server_error", text, code=error.code)
     known = isinstance(error, BifolioError)

@@ -111,6 +111,7 @@ class Generation:
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         session: str = "",
+        timeout: float | None = None,
     ) -> None:
         n = body.choices
         if len(prompts) * n > MAX_CHOICES:
@@ -138,6 +139,7 @@ class Generation:
                         sampling=seeded,
                         cache_salt=body.salt,
                         session=session,
+                        timeout=timeout,
                     )
                 )
                 detokenizer = Detokenizer(

@@ -118,6 +118,7 @@ class GenerationBody(_Named):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    timeout: float | None = None
 
     @property
     def choices(self) -> int:
@@ -148,6 +149,12 @@ class GenerationBody(_Named):
         if len(salt) > MAX_SALT_CHARS:
             raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters", "cache_salt")
         return salt
+
+    def time_limit(self, most: float | None) -> float | None:
+        """Seconds that the request may take, at most those that the server allows; None: any."""
+        if self.timeout is not None and self.timeout <= 0:
+            raise RequestError(f"timeout: {self.timeout:g} s must be above 0", "timeout")
+        return min((t for t in (self.timeout, most) if t is not None), default=None)
 
     @property
     def include_usage(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bifolio.core import CacheManager, Limits, PagePool, RowResult, Scheduler, Step
@@ -54,6 +56,7 @@ class Rig:
         audit: bool = True,
         reuse_decoded: bool = False,
         prefix_cache: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model or ScriptedModel()
         self.pool = PagePool(pages)
@@ -66,7 +69,7 @@ class Rig:
             prefix_cache=prefix_cache,
         )
         limits = limits or Limits(max_model_len=256, max_num_seqs=8, max_step_tokens=16)
-        self.scheduler = Scheduler(self.cache, limits, self.model.stop_ids)
+        self.scheduler = Scheduler(self.cache, limits, self.model.stop_ids, clock)
         self.runner = ScriptedRunner(pages, page_size, self.model, integrity=integrity, audit=audit)
         self.answers: dict[str, Answer] = {}
         self._in_flight = False

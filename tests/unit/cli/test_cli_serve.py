@@ -43,6 +43,7 @@ EVERY_OPTION = {
     "--served-name": ("n", "served_name", "n"),
     "--chat-template": ("t.jinja", "chat_template", "t.jinja"),
     "--drain-seconds": ("1.5", "drain_seconds", 1.5),
+    "--request-timeout": ("9.5", "request_timeout", 9.5),
 }
 
 
@@ -186,6 +187,8 @@ def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
                 assert text == "1GiB"
             case "integrity" | "prefix_cache":
                 assert (real[name], text) == (True, "on")
+            case "request_timeout":
+                assert (real[name], text) == (None, "no limit")
             case "prefill" | "decode" | "served_name" | "chat_template" | "pools" | "admin_key":
                 assert not real.get(name)
             case "on_worker_loss" | "transport":

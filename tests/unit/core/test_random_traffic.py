@@ -25,6 +25,8 @@ VOCAB = 48
 STOP_ID = 3
 MAX_LEN = 40
 MAX_WAITING = 12
+ENDS = (ErrorCode.CACHE_INTEGRITY, ErrorCode.CACHE_EXHAUSTED, ErrorCode.DEADLINE)
+"""Errors that a request may end with."""
 PAGE = 4
 
 BASES = [[(7 * i + j * j) % VOCAB for j in range(MAX_LEN)] for i in range(3)]
@@ -40,12 +42,19 @@ class Wish(NamedTuple):
     tail: list[int]
     salt: str
     sampling: dict[str, object]
+    timeout: float | None = None
 
     def request(self, name: str, longest: int) -> Request:
         prompt = BASES[self.base][: round(self.prompt_share * longest)] + self.tail
         answer = max(1, round(self.answer_share * (longest - len(prompt))))
         sampling = SamplingParams(max_tokens=answer, **self.sampling)  # type: ignore[arg-type]
-        return Request(id=name, prompt_ids=prompt, sampling=sampling, cache_salt=self.salt)
+        return Request(
+            id=name,
+            prompt_ids=prompt,
+            sampling=sampling,
+            cache_salt=self.salt,
+            timeout=self.timeout,
+        )
 
 
 wishes = st.builds(
@@ -65,6 +74,7 @@ wishes = st.builds(
             "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         }
     ),
+    timeout=st.sampled_from([None, None, None, 1, 4, 20]),
 )
 seldom = st.integers(0, 7).map(lambda number: number == 5)
 settings_of_engine = st.fixed_dictionaries(
@@ -91,6 +101,7 @@ class Traffic(RuleBasedStateMachine):
         self.changed: set[str] = set()
         """Requests that lived through a change of weights: no single answer is right."""
         self.quiet_steps = 0
+        self.now = 0.0
 
     @initialize(options=settings_of_engine)
     def start(self, options: dict[str, int]) -> None:
@@ -106,6 +117,7 @@ class Traffic(RuleBasedStateMachine):
             audit=self.exact,
             reuse_decoded=bool(options["reuse_decoded"]),
             prefix_cache=bool(options["prefix_cache"]),
+            clock=lambda: self.now,
         )
 
     @rule(group=st.lists(wishes, min_size=1, max_size=8))
@@ -219,6 +231,7 @@ class Traffic(RuleBasedStateMachine):
         if results is None:
             results = self.rig.runner.execute(step) if step else []
         self.rig.commit(step, results)
+        self.now += 1.0
         ended = set(before) - set(self.open_requests())
         for name in ended:
             self.judge(name)
@@ -230,7 +243,9 @@ class Traffic(RuleBasedStateMachine):
     def judge(self, name: str) -> None:
         request, answer = self.requests[name], self.rig.answers[name]
         if answer.finish is FinishReason.ERROR:
-            assert answer.error_code in (ErrorCode.CACHE_INTEGRITY, ErrorCode.CACHE_EXHAUSTED)
+            assert answer.error_code in ENDS
+            late = answer.error_code is ErrorCode.DEADLINE
+            assert not late or request.timeout is not None
         if name in self.changed or not self.exact:
             return
         expected = self.rig.model.expected_answer(request)
@@ -286,7 +301,9 @@ def heavy_traffic(seed: int, moves: int) -> SchedulerStats:
         }
         tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(3))]
         share = rng.random() ** 2
-        return Wish(rng.randrange(3), 0.9 * share, rng.random(), tail, rng.choice("aab"), sampling)
+        timeout = rng.choice([None, None, rng.randrange(1, 50)])
+        salt = rng.choice("aab")
+        return Wish(rng.randrange(3), 0.9 * share, rng.random(), tail, salt, sampling, timeout)
 
     for _ in range(moves):
         while traffic.rig.scheduler.stats().waiting < 3:
@@ -310,7 +327,7 @@ def heavy_traffic(seed: int, moves: int) -> SchedulerStats:
 @pytest.mark.parametrize("first_seed", [0, 100, 200])
 def test_heavy_traffic_is_sound_and_exact(first_seed: int) -> None:
     stats = [heavy_traffic(seed, moves=300) for seed in range(first_seed, first_seed + 6)]
-    for happened in ("finished", "aborted", "preemptions", "integrity_faults", "evictions"):
+    for happened in ("finished", "aborted", "late", "preemptions", "integrity_faults", "evictions"):
         assert sum(getattr(s, happened) for s in stats) >= 10, f"too little {happened} to prove it"
 
 
