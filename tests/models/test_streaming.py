@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from layouts import LAYOUTS
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bifolio.kernels.mapped import MappedFile
+from bifolio.models.checkpoint import identity
+from bifolio.models.shards import SafetensorsFolder
+from bifolio.spec.config_json import read_config
 from bifolio.testing.tiny import random_weights, tiny_config, write_model
 
 MIB = 2**20
@@ -105,3 +110,21 @@ def test_the_peak_is_below_what_is_kept_and_1_3_files(
     told = f"peak {seen['peak'] / MIB:.0f}, kept {seen['kept'] / MIB:.0f}, file {largest / MIB:.0f}"
     assert seen["kept"] < seen["peak"], told
     assert seen["peak"] < seen["kept"] + 1.3 * largest, told
+
+
+def test_naming_a_checkpoint_reads_samples_and_not_what_lies_around_them(tmp_path: Path) -> None:
+    """Samples of every tensor, and the small ones whole: a few pages of each large one."""
+    path, large = tmp_path / "model.safetensors", 8 * MIB
+    tensors = {f"{i}.weight": torch.zeros(large, dtype=torch.int8) for i in range(4)}
+    shapes = {f"{i}.weight_shape": torch.tensor([large, i]) for i in range(4)}
+    save_file(tensors | shapes, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = MappedFile(path)
+    if mapped.resident(0, mapped.nbytes) > large:
+        pytest.skip("files of this folder lie in memory anyway")
+    files = SafetensorsFolder(tmp_path)
+    identity(read_config(tiny_config("llama")), files)
+    assert [files.tensor(name).tolist() for name in shapes] == [[large, i] for i in range(4)]
+    assert mapped.resident(0, mapped.nbytes) < 2 * large, "the header may bring some along"

@@ -100,7 +100,7 @@ class SourceModel:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of each tensor in the files."""
-        return {name: self._files.raw(name).numel() for name in self._files.shapes}
+        return {name: self._files.size(name) for name in self._files.shapes}
 
     def matrix(self, name: str) -> QuantTensor:
         """See `Checkpoint.matrix`."""

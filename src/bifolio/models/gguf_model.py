@@ -53,7 +53,7 @@ class GGUFCheckpoint:
     def matrix(self, name: str) -> QuantTensor:
         tensor = self._file.tensors[self._stored[name]]
         n, k = tensor.shape
-        stored = read_matrix(self.raw(name), tensor.type, n, k)
+        stored = read_matrix(self._raw(name), tensor.type, n, k)
         rows = self._rows(name, n)
         if rows is None:
             return stored
@@ -65,14 +65,20 @@ class GGUFCheckpoint:
         )
 
     def vector(self, name: str) -> Tensor:
-        values = read_values(self.raw(name), self._file.tensors[self._stored[name]].type)
+        values = read_values(self._raw(name), self._file.tensors[self._stored[name]].type)
         rows = self._rows(name, values.shape[0])
         return values if rows is None else values[rows]
 
     def means_nothing(self, name: str) -> bool:  # noqa: ARG002
         return False
 
-    def raw(self, name: str) -> Tensor:
+    def size(self, name: str) -> int:
+        return len(self._file.raw(self._stored[name]))
+
+    def piece(self, name: str, start: int, count: int) -> bytes:
+        return bytes(self._file.raw(self._stored[name])[start : start + count])
+
+    def _raw(self, name: str) -> Tensor:
         return torch.frombuffer(self._file.raw(self._stored[name]), dtype=torch.uint8)
 
     def _rows(self, name: str, n: int) -> Tensor | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,29 @@ from bifolio.errors import CheckpointError, UnsupportedError
 INDEX = "model.safetensors.index.json"
 
 _READ_AT_ONCE = 32 << 20
-_READABLE = ("F32", "F16", "BF16", "F8_E4M3", "I8", "I32", "I64")
+_READ_ALONE = 64 << 10
+"""Tensors of up to so many bytes are not mapped: at a page fault the system reads megabytes around
+it, and checkpoints hold thousands of small tensors between large ones."""
+_READABLE = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor: where its bytes are, and what they are."""
+
+    path: Path
+    start: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class SafetensorsFolder:
@@ -30,32 +54,44 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file_of: dict[str, Path] = {}
+        self._stored: dict[str, _Stored] = {}
         self._held: tuple[Path, Any] | None = None
         self._read = 0
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, str] = {}
         for path, listed in _listed_files(folder).items():
             found = _header(path)
             if listed is not None:
                 _compare(path, listed, set(found))
-            for name, (shape, dtype) in found.items():
-                assert name not in shapes, "the index maps a name to one file"
-                shapes[name], dtypes[name] = shape, dtype
-                self._file_of[name] = path
-        self.shapes: Mapping[str, tuple[int, ...]] = shapes
-        self.dtypes: Mapping[str, str] = dtypes
+            assert not self._stored.keys() & found.keys(), "the index maps a name to one file"
+            self._stored |= found
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: s.shape for n, s in self._stored.items()}
+        self.dtypes: Mapping[str, str] = {n: s.dtype for n, s in self._stored.items()}
 
-    def raw(self, name: str) -> Tensor:
-        return self.tensor(name).flatten().view(torch.uint8)
+    def size(self, name: str) -> int:
+        """See `RawTensors.size`."""
+        return self._stored[name].size
+
+    def piece(self, name: str, start: int, count: int) -> bytes:
+        """See `RawTensors.piece`."""
+        stored = self._stored[name]
+        with _failing(stored.path), stored.path.open("rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            found = os.pread(file.fileno(), count, stored.start + start)
+            if len(found) != count:
+                raise OSError(f"{name} ends beyond the file")
+        return found
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored, mapped; the file that was read last stays open for the next.
+        """A tensor as stored: a small one read, others mapped from a file that stays open.
 
         Pages of a mapping that were read count as memory of this process until it is gone, so a
         file is opened anew after every so many bytes.
         """
-        path = self._file_of[name]
+        stored = self._stored[name]
+        path = stored.path
+        if 0 < stored.size <= _READ_ALONE:
+            found = bytearray(self.piece(name, 0, stored.size))
+            return torch.frombuffer(found, dtype=_READABLE[stored.dtype]).view(stored.shape)
         with _failing(path):
             if self._held is None or self._held[0] != path or self._read > _READ_AT_ONCE:
                 self._held, self._read = None, 0
@@ -76,8 +112,8 @@ def _failing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged ({error}); download it again") from error
 
 
-def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor of a file.
+def _header(path: Path) -> dict[str, _Stored]:
+    """Every tensor of a file.
 
     The library proves that names, types, shapes and bytes fit each other; a name that stands in the
     header twice it takes for one.
@@ -98,7 +134,9 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
                 f"{path.name}: tensor {name} is stored as {entry['dtype']}; "
                 f"only {', '.join(_READABLE)} can be read"
             )
-        found[name] = (tuple(entry["shape"]), entry["dtype"])
+        first, last = entry["data_offsets"]
+        at = 8 + size + first
+        found[name] = _Stored(path, at, last - first, entry["dtype"], tuple(entry["shape"]))
     return found
 
 
