@@ -33,6 +33,11 @@ class Mock:
     metrics: bool = True
     silent: bool = False
     """Chunks have no text at all."""
+    template: int = 7
+    """Tokens around the words of a message; the first of them come from the cache."""
+    loading: bool = False
+    new_names: bool = False
+    """Know `max_completion_tokens` alone."""
     keep_alive: bool = True
     bodies: list[dict] = field(default_factory=list)
     connections: int = 0
@@ -61,10 +66,12 @@ class Mock:
         if method == "GET":
             self._get(writer, path)
             return self.keep_alive
-        return await self._complete(writer, json.loads(body))
+        return await self._complete(writer, json.loads(body), chat="/chat/" in path)
 
     def _get(self, writer, path):
-        if path == "/v1/models":
+        if self.loading:
+            self._plain(writer, 503, {"error": {"message": "Loading model"}})
+        elif path == "/v1/models":
             self._plain(writer, 200, {"data": [{"id": "mock", "max_model_len": 4096}]})
         elif path == "/metrics" and self.metrics:
             text = (
@@ -83,10 +90,13 @@ class Mock:
         head = f"HTTP/1.1 {status} X\r\nConnection: {keep}\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
 
-    async def _complete(self, writer, body):
+    async def _complete(self, writer, body, chat):
         options = body.get("stream_options", {})
         if self.strict and ("ignore_eos" in body or "continuous_usage_stats" in options):
             self._plain(writer, 400, {"error": {"message": "unknown parameter"}})
+            return True
+        if self.new_names and "max_tokens" in body:
+            self._plain(writer, 400, {"error": {"message": "use max_completion_tokens"}})
             return True
         probe = not self.bodies
         self.bodies.append(body)
@@ -94,22 +104,31 @@ class Mock:
         if self.fail_every and not probe and number % self.fail_every == 0:
             self._plain(writer, 400, {"error": {"message": "I do not like this one"}})
             return True
-        prompt = len(body["prompt"])
+        if chat:
+            said = [message["content"].split() for message in body["messages"]]
+            prompt = sum(map(len, said)) + self.template * len(said)
+        else:
+            prompt = len(body["prompt"])
         self._prompts += prompt
         self._hits += prompt * (self.hit_share or 0)
         await asyncio.sleep(self.first_delay)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         hang_up = self.hang_up_every and not probe and number % self.hang_up_every == 0
-        return await self._stream(writer, prompt, body["max_tokens"] + self.more, bool(hang_up))
+        tokens = body.get("max_tokens") or body["max_completion_tokens"]
+        if chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": None}}
+            self._event(writer, json.dumps({"choices": [role | {"finish_reason": None}]}))
+        return await self._stream(writer, prompt, tokens + self.more, bool(hang_up), chat)
 
-    async def _stream(self, writer, prompt, tokens, hang_up):
+    async def _stream(self, writer, prompt, tokens, hang_up, chat):
         sent, sizes = 0, itertools.cycle(self.chunks)
         while sent < tokens:
             size = min(next(sizes), tokens - sent)
             sent += size
             text = "" if self.silent or not size else "wor" * size
             end = "length" if sent == tokens else None
-            event = {"choices": [{"index": 0, "text": text, "finish_reason": end}]}
+            words = {"delta": {"content": text}} if chat else {"text": text}
+            event = {"choices": [{"index": 0, "finish_reason": end} | words]}
             if self.usage == "continuous":
                 event["usage"] = self._usage(prompt, sent)
             self._event(writer, json.dumps(event))

@@ -3,6 +3,7 @@
 import pytest
 from mock_server import Mock, serving
 
+from bifolio.bench.dialect import EndpointType
 from bifolio.bench.endpoint import Endpoint
 from bifolio.bench.figures import Goals
 from bifolio.bench.lengths import Lengths
@@ -25,9 +26,9 @@ def plan(**changes):
     return Plan(work, fields["goals"], fields["seed"], fields["requests"])
 
 
-def run(mock, load=Load(3), **changes):  # noqa: B008
+def run(mock, load=Load(3), kind=EndpointType.COMPLETIONS, **changes):  # noqa: B008
     with serving(mock) as url:
-        target = Endpoint(url, timeout=10)
+        target = Endpoint(url, timeout=10, kind=kind)
         try:
             return measure(target, plan(**changes), load, 0)
         finally:
@@ -209,3 +210,61 @@ def test_a_server_that_closes_after_each_answer_is_no_failure():
 def test_nobody_there_is_an_error_with_the_address():
     with pytest.raises(ConfigError, match=r"no server answers at http://127.0.0.1:9"):
         Endpoint("http://127.0.0.1:9")
+
+
+def chat(mock, load=Load(2), **changes):  # noqa: B008
+    return run(mock, load, kind=EndpointType.CHAT, **changes)
+
+
+@pytest.mark.parametrize("usage", ["continuous", "final"])
+def test_a_chat_endpoint_gets_a_word_for_each_token_and_its_usage_counts(usage):
+    mock = Mock(chunks=(1, 3, 0, 7), usage=usage)
+    figures = chat(mock).figures
+    assert figures.real_output == figures.asked_output == 10 * TOKENS
+    assert (figures.asked_prompt, figures.real_prompt) == (10 * 32, 10 * (32 + mock.template))
+    assert (figures.itl is not None) == (usage == "continuous")
+    assert not figures.invalid
+    texts = [body["messages"][0]["content"] for body in mock.bodies]
+    assert len(set(texts)) == len(texts)
+    assert not any("prompt" in body for body in mock.bodies)
+
+
+def test_the_chunk_of_the_role_is_not_the_first_token():
+    record = chat(Mock(chunk_delay=0.005), requests=1).seen.records[0]
+    assert sum(record.counts) == TOKENS
+    assert len(record.arrivals) == TOKENS
+    assert record.itl[0] < 0.05
+
+
+def test_what_a_chat_template_adds_may_be_cached_and_no_more():
+    share = 7 / 39
+    figures = chat(Mock(hit_share=share, usage_hits=True)).figures
+    assert figures.hit_rate == pytest.approx(share, abs=0.03)
+    assert not figures.invalid
+    assert "prefix cache" in chat(Mock(hit_share=share + 0.1, usage_hits=True)).figures.invalid[0]
+
+
+def test_a_conversation_carries_the_answers_that_came():
+    mock = Mock(chunks=(4,))
+    chat(mock, Load(1), turns=3, requests=1)
+    last = mock.bodies[-1]["messages"]
+    assert [message["role"] for message in last] == ["user", "assistant"] * 2 + ["user"]
+    assert last[1]["content"] == "wor" * TOKENS
+    assert [len(message["content"].split()) for message in last[::2]] == [32, 32, 32]
+
+
+def test_a_chat_endpoint_that_knows_new_names_alone_is_asked_with_them():
+    mock = Mock(strict=True, new_names=True, usage="final")
+    assert chat(mock).figures.real_output == 10 * TOKENS
+    assert "max_tokens" not in mock.bodies[-1]
+
+
+def test_a_server_that_still_loads_says_so():
+    with serving(Mock(loading=True)) as url, pytest.raises(ConfigError, match="Loading model"):
+        Endpoint(url)
+
+
+def test_hits_that_every_usage_tells_need_no_metrics():
+    figures = run(Mock(hit_share=0.0, usage_hits=True, metrics=False)).figures
+    assert figures.hit_rate == 0.0
+    assert not warned(figures, "a warm cache would not show")

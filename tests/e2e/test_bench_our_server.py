@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from bifolio.bench.dialect import EndpointType
 from bifolio.bench.endpoint import Endpoint
 from bifolio.bench.figures import Goals
 from bifolio.bench.lengths import Lengths
@@ -16,9 +17,9 @@ VOCAB = 300
 """Ids of the scripted model beyond are commands to misbehave."""
 
 
-async def run(url, seed, **work):
+async def run(url, seed, kind=EndpointType.COMPLETIONS, **work):
     def measured():
-        target = Endpoint(url, vocab=VOCAB)
+        target = Endpoint(url, vocab=VOCAB, kind=kind)
         try:
             made = Synthetic(Lengths.parse(60), Lengths.parse(9), **work)
             return measure(target, Plan(made, Goals(), seed, requests=6), Load(2), 0).figures
@@ -35,6 +36,14 @@ async def test_every_token_and_its_time_is_known(tiny):
     assert figures.real_prompt == figures.asked_prompt == 6 * 60
     assert figures.itl.count <= 6 * 8
     assert figures.hit_rate == 0.0
+
+
+async def test_a_chat_is_measured_token_by_token_too(tiny):
+    figures = await run(tiny.url, seed=4, kind=EndpointType.CHAT)
+    assert not figures.invalid
+    assert figures.real_output == figures.asked_output == 6 * 9
+    assert figures.real_prompt > figures.asked_prompt == 6 * 60  # its vocabulary has no words
+    assert 0 < figures.itl.count <= 6 * 8
 
 
 async def test_the_same_seed_again_finds_a_warm_cache_and_is_invalid(tiny):

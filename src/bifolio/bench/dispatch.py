@@ -25,6 +25,8 @@ class Ask:
     prompt: list[int]
     output: int
     due: float
+    turns: Sequence[list[int]] = ()
+    """What the user says in each turn so far, for endpoints that keep the answers as text."""
 
 
 @dataclass(slots=True)
@@ -73,7 +75,8 @@ class Dispatcher:
             talk.history += turn.ids
             self._open += 1
             name = f"{self._label}-{i}-{talk.turn}"
-            asks.append(Ask(name, i, talk.turn, list(talk.history), turn.output, at))
+            said = [earlier.ids for earlier in talk.session.turns[: talk.turn + 1]]
+            asks.append(Ask(name, i, talk.turn, list(talk.history), turn.output, at, said))
         return asks
 
     def ended(self, ask: Ask, now: float, answer: Sequence[int] | None) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
 
+from bifolio.bench.dialect import Dialect, EndpointType, dialects
 from bifolio.bench.dispatch import Ask, Dispatcher
 from bifolio.bench.prometheus import Metrics, read_metrics
 from bifolio.bench.record import Failure, Fault, Record
@@ -30,34 +31,8 @@ VOCAB = 30_000
 """Ids that about every vocabulary has, for servers that do not tell theirs."""
 
 _PROBE = tuple(range(1000, 1008))
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """What the server accepts of what would be good to have."""
-
-    ignore_eos: bool = True
-    continuous: bool = True
-
-    def body(self, model: str, prompt: list[int], output: int) -> bytes:
-        """A request for exactly `output` tokens, streamed, with usage."""
-        options = {"include_usage": True}
-        if self.continuous:
-            options["continuous_usage_stats"] = True
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": output,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": options,
-        }
-        if self.ignore_eos:
-            body["ignore_eos"] = True
-        return orjson.dumps(body)
-
-
-_DIALECTS = (Dialect(), Dialect(continuous=False), Dialect(ignore_eos=False, continuous=False))
+_ONE_TOKEN = 1.1
+"""Tokens of a word up to which lengths are about those asked for."""
 
 
 class Endpoint:
@@ -70,15 +45,19 @@ class Endpoint:
         *,
         model: str | None = None,
         vocab: int | None = None,
+        kind: EndpointType = EndpointType.COMPLETIONS,
         timeout: float = 600.0,
         told: Description | None = None,
     ) -> None:
         self._wire = Wire(url, api_key)
         self._timeout = timeout
+        self._kind = kind
         self._runner = asyncio.Runner()
         try:
             self._description = self._do(self._discover(model, vocab, told))
-            self._dialect = self._do(self._find_dialect())
+            self._dialect, probed = self._do(self._find_dialect())
+            if kind is EndpointType.CHAT:
+                self._do(self._measure_template(probed))
         except BaseException:
             self.close()
             raise
@@ -99,13 +78,17 @@ class Endpoint:
         self, model: str | None, vocab: int | None, told: Description | None
     ) -> Description:
         try:
-            listed = _json(await self._wire.get("/v1/models")).get("data") or [{}]
+            answer = await self._wire.get("/v1/models")
         except WireError as error:
             raise ConfigError(f"{error}; start one, or leave --url out") from error
+        if answer.status == 503:
+            raise ConfigError(f"{self._wire.url} is not ready: {_message(answer)}")
+        listed = _json(answer).get("data") or [{}]
         entry = next((e for e in listed if e.get("id") == model), listed[0])
         name = model or entry.get("id")
         if not name:
             raise ConfigError(f"{self._wire.url} lists no model at /v1/models; say --served-model")
+        meta = entry.get("meta") or {}  # of llama.cpp
         metrics = await self._metrics()
         notes = () if metrics else ("no metrics at /metrics",)
         found = Description(
@@ -113,8 +96,8 @@ class Endpoint:
             model=str(name),
             url=self._wire.url,
             version=await self._version(),
-            vocab=vocab or (entry.get("meta") or {}).get("n_vocab") or VOCAB,
-            max_model_len=entry.get("max_model_len"),
+            vocab=vocab or meta.get("n_vocab") or VOCAB,
+            max_model_len=entry.get("max_model_len") or meta.get("n_ctx"),
             cache_tokens=metrics.cache_tokens if metrics else None,
             notes=notes,
         )
@@ -129,15 +112,14 @@ class Endpoint:
             return None
         return None if version is None else str(version)
 
-    async def _find_dialect(self) -> Dialect:
-        """Send a first request in the richest form that the server takes."""
+    async def _find_dialect(self) -> tuple[Dialect, int]:
+        """Send a first request in the richest form that the server takes; its prompt's tokens."""
         refusals = []
-        for dialect in _DIALECTS:
-            ask = Ask("probe", 0, 0, list(_probe_ids(self._description.vocab)), 4, 0.0)
-            record, _ = await self._one(ask, dialect, time.perf_counter())
+        for dialect in dialects(self._kind):
+            record, _ = await self._one(self._probe(1), dialect, time.perf_counter())
             failure = record.failure
             if failure is None:
-                return dialect
+                return dialect, record.prompt_tokens or 0
             if failure.fault is Fault.UNCOUNTED:
                 raise ConfigError(
                     f"{self._wire.url} streams answers without usage, so their tokens cannot be "
@@ -149,10 +131,31 @@ class Endpoint:
             refusals.append(failure.message)
             if failure.code is not None and failure.code not in (400, 422):
                 break
+        what = "a message" if self._kind is EndpointType.CHAT else "a prompt of token ids"
         raise ConfigError(
-            f"{self._wire.url} does not answer POST /v1/completions with a prompt of token ids: "
-            f"{refusals[-1]}"
+            f"{self._wire.url} does not answer POST {self._kind.path} with {what}: {refusals[-1]}"
         )
+
+    def _probe(self, times: int) -> Ask:
+        """A request for four tokens; the ids of its prompt are repeated so many times."""
+        ids = _probe_ids(self._description.vocab) * times
+        return Ask("probe", 0, 0, ids, 4, 0.0, [ids])
+
+    async def _measure_template(self, probed: int) -> None:
+        """How many tokens the server puts around a message: those may be shared by all prompts.
+
+        `probed` are those of the first probe.
+        """
+        longer = self._probe(5)
+        record, _ = await self._one(longer, self._dialect, time.perf_counter())
+        words = len(longer.prompt) // 5
+        per_word = ((record.prompt_tokens or 0) - probed) / (4 * words)
+        around = max(0, round(probed - per_word * words))
+        note = f"the chat template adds about {around} tokens to a message"
+        if per_word > _ONE_TOKEN:
+            note += f", and a word is {per_word:.1f} tokens here"
+        told = self._description
+        self._description = replace(told, around=around, notes=(*told.notes, note))
 
     def run(self, dispatcher: Dispatcher) -> Observation:
         """Send what the dispatcher hands out, and watch the server meanwhile."""
@@ -181,12 +184,14 @@ class Endpoint:
             unsent=dispatcher.unsent,
         )
 
-    async def answer(self, ask: Ask, began: float) -> tuple[Record, list[int]]:
-        """Send one request; the record, and the answer's token ids as far as they are known."""
-        return await self._one(ask, self._dialect, began)
+    async def answer(self, ask: Ask, began: float, answers: Sequence[str]) -> tuple[Record, Stream]:
+        """Send one request, `answers` being those of its earlier turns."""
+        return await self._one(ask, self._dialect, began, answers)
 
-    async def _one(self, ask: Ask, dialect: Dialect, began: float) -> tuple[Record, list[int]]:
-        body = dialect.body(self._description.model, ask.prompt, ask.output)
+    async def _one(
+        self, ask: Ask, dialect: Dialect, began: float, answers: Sequence[str] = ()
+    ) -> tuple[Record, Stream]:
+        body = dialect.body(self._description.model, ask, answers)
         record = Record(ask, start=time.perf_counter() - began)
         stream = Stream(record)
 
@@ -195,7 +200,7 @@ class Endpoint:
 
         try:
             async with asyncio.timeout(self._timeout):
-                response = await self._wire.post("/v1/completions", body, on_body)
+                response = await self._wire.post(self._kind.path, body, on_body)
         except WireError as error:
             fault = Fault.BROKEN if record.arrivals else Fault.UNREACHABLE
             record.failure = Failure(fault, str(error))
@@ -209,7 +214,7 @@ class Endpoint:
                 record.end = time.perf_counter() - began
             else:
                 stream.end(time.perf_counter() - began)
-        return record, stream.ids
+        return record, stream
 
     async def _metrics(self) -> Metrics | None:
         try:
@@ -249,6 +254,8 @@ class _Load:
         self._began = began
         self._records: list[Record] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: dict[int, list[str]] = {}
+        """Texts of the answers so far, by session."""
         self._news = asyncio.Event()
 
     async def until_done(self) -> list[Record]:
@@ -281,10 +288,12 @@ class _Load:
             pass
 
     async def _send(self, ask: Ask) -> None:
-        record, ids = await self._endpoint.answer(ask, self._began)
+        answers = self._answers.setdefault(ask.session, [])
+        record, stream = await self._endpoint.answer(ask, self._began, answers)
         self._records.append(record)
+        answers.append("".join(stream.text))
         # Where the ids of the answer are not told, as many others stand for them in later turns.
-        answer = ids or [ask.prompt[-1]] * (record.output_tokens or 0)
+        answer = stream.ids or [ask.prompt[-1]] * (record.output_tokens or 0)
         self._dispatcher.ended(ask, self._now(), answer if record.ok else None)
         self._news.set()
 

@@ -184,8 +184,11 @@ def _dict(spread: Spread | None) -> dict[str, float] | None:
     return None if spread is None else spread.as_dict()
 
 
-def figures_of(seen: Observation, goals: Goals, *, shares: bool) -> Figures:
-    """Work a run out. `shares` says that the workload means prompts to have common beginnings."""
+def figures_of(seen: Observation, goals: Goals, *, shares: bool, around: int = 0) -> Figures:
+    """Work a run out. `shares` says that the workload means prompts to have common beginnings.
+
+    So may the `around` tokens that a chat template puts around each of them.
+    """
     good = [record for record in seen.records if record.ok]
     counted = all(record.counts is not None for record in good)
     itl = [gap for record in good for gap in record.itl or ()] if counted else []
@@ -215,7 +218,7 @@ def figures_of(seen: Observation, goals: Goals, *, shares: bool) -> Figures:
         most_running=seen.peaks.running,
         most_waiting=seen.peaks.waiting,
         most_usage=seen.peaks.usage,
-        invalid=tuple(_invalid(seen, good, goals, shares)),
+        invalid=tuple(_invalid(seen, good, goals, shares, around)),
         warnings=tuple(_warnings(seen, good, counted)),
     )
 
@@ -248,7 +251,9 @@ def _peak_rate(records: Sequence[Record], seconds: float) -> float | None:
     return max(tokens) / (seconds / parts)
 
 
-def _invalid(seen: Observation, good: Sequence[Record], goals: Goals, shares: bool) -> list[str]:
+def _invalid(
+    seen: Observation, good: Sequence[Record], goals: Goals, shares: bool, around: int
+) -> list[str]:
     reasons = []
     sent, failures = len(seen.records), [r.failure for r in seen.records if r.failure is not None]
     if not good:
@@ -259,8 +264,9 @@ def _invalid(seen: Observation, good: Sequence[Record], goals: Goals, shares: bo
             f"{len(failures)} of {sent} requests failed, more than {goals.failed:.0%}; "
             f"most often ({times}): {most[0]}, {most[1][:200]}"
         )
-    warm = _hit_rate(seen, good)
-    if warm is not None and warm > WARM and not shares:
+    warm, prompts = _hit_rate(seen, good), sum(record.prompt_tokens or 0 for record in good)
+    template = around * len(good) / prompts if prompts else 0.0
+    if warm is not None and warm > WARM + template and not shares:
         reasons.append(
             f"{warm:.0%} of the prompt tokens came from the prefix cache, though the prompts share "
             "nothing: they were sent before (the same --seed?), or somebody else uses the server"
@@ -288,7 +294,7 @@ def _warnings(seen: Observation, good: Sequence[Record], counted: bool) -> list[
         )
     if good and not counted and not contradictory:
         found.append("the server does not say how many tokens a chunk has: no ITL and no peak rate")
-    if seen.after.rate() is None:
+    if seen.after.rate() is None and any(record.cached_tokens is None for record in good):
         found.append("the server does not tell its prefix cache hits: a warm cache would not show")
     late = [record.late for record in seen.records if record.late > LATE_SECONDS]
     if late:

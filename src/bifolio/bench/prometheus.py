@@ -20,6 +20,9 @@ _HITS = (
     "vllm:gpu_prefix_cache_hits_total",
     "sglang:cached_tokens_total",
 )
+_LLAMA_HITS = "llamacpp:prompt_tokens_cached_total"
+_LLAMA_COMPUTED = "llamacpp:prompt_tokens_total"
+"""Without those that came from the cache."""
 _PREEMPTIONS = (
     "bifolio_num_preemptions_total",
     "vllm:num_preemptions_total",
@@ -70,9 +73,12 @@ def read_metrics(text: str) -> Metrics:
     def first(names: tuple[str, ...]) -> float | None:
         return next((sums[name] for name in names if name in sums), None)
 
-    total = first(_CAPACITY)
+    total, queries, hits = first(_CAPACITY), first(_QUERIES), first(_HITS)
+    if queries is None and _LLAMA_HITS in sums:
+        hits = sums[_LLAMA_HITS]
+        queries = hits + sums[_LLAMA_COMPUTED]
     return Metrics(
-        Counters(first(_QUERIES), first(_HITS), first(_PREEMPTIONS)),
+        Counters(queries, hits, first(_PREEMPTIONS)),
         Gauges(first(_RUNNING), first(_WAITING), first(_USAGE)),
         capacity if total is None else int(total),
     )

@@ -116,7 +116,8 @@ def measure(target: Target, plan: Plan, load: Load, repeat: int) -> Run:
     label = f"{load.name}-{repeat}"
     sessions = plan.sessions(load, repeat, vocab)
     seen = target.run(Dispatcher(sessions, load.concurrency, label))
-    figures = figures_of(seen, plan.goals, shares=plan.workload.shares)
+    around = target.describe().around
+    figures = figures_of(seen, plan.goals, shares=plan.workload.shares, around=around)
     seed = derived_seed(plan.seed, load.name, repeat)
     return Run(label, load, repeat, seed, seen, figures)
 

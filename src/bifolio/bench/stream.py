@@ -24,6 +24,8 @@ class Stream:
         self._rest = b""
         self._told: list[int | None] = []
         self._running = 0
+        self._silent = 0
+        """Chunks before the first text."""
         self._first_text: float | None = None
         self._done = False
         self.text: list[str] = []
@@ -73,6 +75,8 @@ class Stream:
             self.text.append(text)
             self._first_text = now if self._first_text is None else self._first_text
         record.finish = choice.get("finish_reason") or record.finish
+        if self._silent == len(self._told) and not text:
+            self._silent += 1
         record.arrivals.append(now)
         self._told.append(count)
 
@@ -104,6 +108,9 @@ class Stream:
     def _place(self) -> None:
         """Find the first and the last token, from the counts or, without any, from the text."""
         record = self._record
+        while self._silent and self._told[0] is None:
+            del self._told[0], record.arrivals[0]
+            self._silent -= 1
         told = [count for count in self._told if count is not None]
         if told and len(told) == len(self._told) and min(told) >= 0:
             record.counts = told

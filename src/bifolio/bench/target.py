@@ -70,6 +70,8 @@ class Description:
     cache_tokens: int | None = None
     cache_bytes: int | None = None
     weight_bytes: int | None = None
+    around: int = 0
+    """Tokens that a chat template puts around a message."""
     notes: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 

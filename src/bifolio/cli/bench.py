@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bifolio.bench.dialect import EndpointType
 from bifolio.cli import bench_options as options
 from bifolio.cli.bench_options import LOAD, WHAT, WHERE, Wishes, option
 from bifolio.cli.console import DEFAULT_MODEL
@@ -35,6 +36,7 @@ def bench(
     api_key: options.ApiKey = None,
     served_model: options.ServedModel = None,
     vocab: options.Vocab = None,
+    endpoint_type: options.Kind = EndpointType.COMPLETIONS,
     prompt: options.Prompt = "256",
     output: options.Output = "128",
     prefix: options.Prefix = 0,
@@ -76,6 +78,7 @@ def bench(
       bifolio bench --concurrency 1,8,32 --price-per-hour 0.40
       bifolio bench --server --plan int8:a8/fp8 --input 8192 --output 1000
       bifolio bench --url http://127.0.0.1:8000 --rate 0.5,1,2 --goal-ttft 500
+      bifolio bench --url http://127.0.0.1:8000 --endpoint-type chat
       bifolio bench --shared-prefix 512 --turns 4 --concurrency auto --out results
       bifolio bench compare bf16/bf16 bf16/fp8 --cache-memory 256MiB
     """
@@ -96,7 +99,7 @@ def bench(
     loads = options.parse_loads(None if automatic else concurrency, rate, trace=trace is not None)
     machine = Machine(
         *(model, cache_memory, run.seats([] if automatic else loads), threads),
-        *(api_key, served_model, vocab),
+        *(api_key, served_model, vocab, endpoint_type),
     )
     with ExitStack() as stack:
         target = run.open_target(stack, machine, url or plan, server=server)
@@ -119,6 +122,7 @@ def compare(
     api_key: options.ApiKey = None,
     served_model: options.ServedModel = None,
     vocab: options.Vocab = None,
+    endpoint_type: options.Kind = EndpointType.COMPLETIONS,
     prompt: options.Prompt = "256",
     output: options.Output = "128",
     prefix: options.Prefix = 0,
@@ -173,7 +177,8 @@ def compare(
 
     loads = options.parse_loads(concurrency, rate, trace=trace is not None)
     machine = Machine(
-        *(model, cache_memory, run.seats(loads), threads, api_key, served_model, vocab)
+        *(model, cache_memory, run.seats(loads), threads),
+        *(api_key, served_model, vocab, endpoint_type),
     )
     if len(set(plans)) < max(2, len(plans)):
         raise ConfigError("compare needs at least two plans, each of them once")

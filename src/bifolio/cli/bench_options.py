@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bifolio.bench.dialect import EndpointType
 from bifolio.cli.places import writable_file, writable_folder
 from bifolio.errors import ConfigError
 
@@ -36,6 +37,14 @@ ApiKey = Annotated[
 ]
 ServedModel = Annotated[
     str | None, option(WHERE, "Name of the model at a URL, if it has several.", metavar="NAME")
+]
+Kind = Annotated[
+    EndpointType,
+    option(
+        WHERE,
+        "Of servers: /v1/completions with token ids, or /v1/chat/completions with words.",
+        "--endpoint-type",
+    ),
 ]
 Vocab = Annotated[
     int | None,

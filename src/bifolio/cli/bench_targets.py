@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bifolio.bench.dialect import EndpointType
 from bifolio.bench.target import Description, Target
 from bifolio.config import EngineConfig, parse_bytes
+from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
     from bifolio.cli.child import Event
@@ -25,6 +27,7 @@ class Machine:
     api_key: str | None = None
     served_model: str | None = None
     vocab: int | None = None
+    kind: EndpointType = EndpointType.COMPLETIONS
 
 
 def is_url(text: str) -> bool:
@@ -37,6 +40,8 @@ def in_process(machine: Machine, plan: str) -> Target:
     from bifolio.bench.in_process import InProcess
     from bifolio.formats import PrecisionPlan
 
+    if machine.kind is not EndpointType.COMPLETIONS:
+        raise ConfigError("an engine in this process has no endpoints; give --server or a URL")
     config = EngineConfig(
         model=machine.model,
         plan=PrecisionPlan.parse(plan),
@@ -51,7 +56,13 @@ def endpoint(machine: Machine, url: str) -> Target:
     """A running server."""
     from bifolio.bench.endpoint import Endpoint
 
-    return Endpoint(url, machine.api_key, model=machine.served_model, vocab=machine.vocab)
+    return Endpoint(
+        url,
+        machine.api_key,
+        model=machine.served_model,
+        vocab=machine.vocab,
+        kind=machine.kind,
+    )
 
 
 @contextmanager
@@ -64,7 +75,9 @@ def own_server(machine: Machine, plan: str) -> Iterator[Target]:
     arguments += ["--max-num-seqs", str(machine.seats), "--threads", str(machine.threads)]
     with serving(machine.model, arguments) as server:
         told = _told(server.ready, _vocab(machine.model))
-        target = Endpoint(server.url, server.api_key, model=server.model, told=told)
+        target = Endpoint(
+            server.url, server.api_key, model=server.model, kind=machine.kind, told=told
+        )
         try:
             yield target
         finally:

@@ -74,6 +74,8 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Chunks: the role, then texts, then the reason of the end, for each choice; then the usage."""
     usage = b"null" if body.include_usage else b""
+    if body.continuous_usage:  # a role is no token, so its chunk has the usage before the text's
+        usage = orjson.dumps(generation.usage.body())
     started: set[int] = set()
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
