@@ -14,7 +14,7 @@ from bifolio.formats import PhasePlan, PrecisionPlan
 from bifolio.planner.capacity import Deployment, capacity
 from bifolio.planner.hardware import DEVICES
 from bifolio.planner.presets import PRESETS
-from bifolio.planner.roofline import tokens_per_second
+from bifolio.planner.roofline import step_time, tokens_per_second
 from bifolio.planner.steps import Decode, Prefill
 from bifolio.planner.storage import read_checkpoint
 
@@ -30,6 +30,8 @@ _KIMI_TOKENS, _KIMI_REQUESTS = 686_000, 32
 _PROMPT, _OUTPUT = 8192, 1000
 _INT4 = "weights=bf16,experts=int4:g32"
 _GLM_FP8, _GLM_INT4 = "auto/fp8:token", f"{_INT4},cache=fp8:token"
+_GLM_EXPERTS_ALONE = "weights=fp8,experts=int4:g32,cache=fp8:token"
+_KIMI_CONTEXT, _GLM_CONTEXT = _KIMI_TOKENS / _KIMI_REQUESTS, _PROMPT + _OUTPUT / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ def compare_published() -> Published:
     kimi = preset_deployment("kimi-k2.6", "h200", _TP)
     glm = preset_deployment("glm-5.2", "h200", _TP)
     speed = _speed(kimi, glm)
-    return Published(_capacity(kimi, glm), speed, _ratios(speed), _assumptions(glm))
+    assumptions = (*_assumptions(glm), _implied_context(kimi, speed[2]))
+    return Published(_capacity(kimi, glm), speed, _ratios(speed, glm), assumptions)
 
 
 def _phase(text: str) -> PhasePlan:
@@ -127,30 +130,57 @@ def _capacity(kimi: Deployment, glm: Deployment) -> tuple[CapacityRow, ...]:
     )
 
 
+def _decode(deployment: Deployment, plan: str, requests: int, context: float) -> float:
+    return tokens_per_second(deployment, _phase(plan), Decode(requests, context))
+
+
 def _speed(kimi: Deployment, glm: Deployment) -> tuple[SpeedRow, ...]:
-    kimi_context = _KIMI_TOKENS / _KIMI_REQUESTS
-    glm_context = _PROMPT + _OUTPUT / 2
-
-    def decode(deployment: Deployment, plan: str, requests: int, context: float) -> float:
-        return tokens_per_second(deployment, _phase(plan), Decode(requests, context))
-
     def prefill(plan: str) -> float:
         return tokens_per_second(glm, _phase(plan), Prefill.of(_PROMPT))
 
     return (
-        SpeedRow("Kimi K2.6, bf16 cache, 32 at once", 1558, decode(kimi, "auto", 32, kimi_context)),
-        SpeedRow("Kimi, fp8 cache, 32 at once", 1489, decode(kimi, "auto/fp8", 32, kimi_context)),
-        SpeedRow("Kimi, fp8 cache, 64 at once", 2192, decode(kimi, "auto/fp8", 64, kimi_context)),
-        SpeedRow("GLM-5.2, fp8, decode at 1", 60, decode(glm, _GLM_FP8, 1, glm_context)),
-        SpeedRow("GLM-5.2, int4, decode at 1", 92, decode(glm, _GLM_INT4, 1, glm_context)),
-        SpeedRow("GLM-5.2, fp8, decode at 32", 994, decode(glm, _GLM_FP8, 32, glm_context)),
-        SpeedRow("GLM-5.2, int4, decode at 32", 1267, decode(glm, _GLM_INT4, 32, glm_context)),
+        SpeedRow(
+            "Kimi K2.6, bf16 cache, 32 at once", 1558, _decode(kimi, "auto", 32, _KIMI_CONTEXT)
+        ),
+        SpeedRow("Kimi, fp8 cache, 32 at once", 1489, _decode(kimi, "auto/fp8", 32, _KIMI_CONTEXT)),
+        SpeedRow("Kimi, fp8 cache, 64 at once", 2192, _decode(kimi, "auto/fp8", 64, _KIMI_CONTEXT)),
+        SpeedRow("GLM-5.2, fp8, decode at 1", 60, _decode(glm, _GLM_FP8, 1, _GLM_CONTEXT)),
+        SpeedRow("GLM-5.2, int4, decode at 1", 92, _decode(glm, _GLM_INT4, 1, _GLM_CONTEXT)),
+        SpeedRow("GLM-5.2, fp8, decode at 32", 994, _decode(glm, _GLM_FP8, 32, _GLM_CONTEXT)),
+        SpeedRow("GLM-5.2, int4, decode at 32", 1267, _decode(glm, _GLM_INT4, 32, _GLM_CONTEXT)),
         SpeedRow("GLM-5.2, fp8, prefill", 10_160, prefill(_GLM_FP8)),
         SpeedRow("GLM-5.2, int4, prefill", 8_660, prefill(_GLM_INT4)),
     )
 
 
-def _ratios(speed: tuple[SpeedRow, ...]) -> tuple[RatioRow, ...]:
+def _implied_context(kimi: Deployment, measured: SpeedRow) -> str:
+    """What a decode rate says of the context: a step cannot take less than its ceiling's time."""
+    requests = 2 * _KIMI_REQUESTS
+    plan = _phase("auto/fp8")
+    time = step_time(kimi, plan, Decode(requests, _KIMI_CONTEXT))
+    per_token = time.attention / _KIMI_CONTEXT
+    most = (requests / measured.published - time.weights) / per_token
+    return (
+        f"{measured.what}: {measured.published:,.0f} tokens/s are possible with at most "
+        f"{most:,.0f} tokens of a request in the cache, on average over its answer; with the "
+        f"{_KIMI_CONTEXT:,.0f} of a full cache, which are the most there can be at its end, "
+        f"{measured.share:.0%} of the ceiling were measured"
+    )
+
+
+def _why_int4_loses_alone(glm: Deployment, fp8_1: SpeedRow, int4_1: SpeedRow) -> str:
+    """The two changes that one published row is made of, and why bytes do not decide there."""
+    alone = _decode(glm, _GLM_EXPERTS_ALONE, 1, _GLM_CONTEXT)
+    return (
+        f"the experts alone make ×{alone / fp8_1.ceiling:.2f}; that the rest of the model, which "
+        f"every token reads, is bf16 in place of fp8 (the size of the checkpoint says so) makes "
+        f"×{int4_1.ceiling / alone:.2f}. And a single request reached {fp8_1.share:.0%} and "
+        f"{int4_1.share:.0%} of the ceilings: it waits for launches and communication, which are "
+        "not modelled, not for bytes"
+    )
+
+
+def _ratios(speed: tuple[SpeedRow, ...], glm: Deployment) -> tuple[RatioRow, ...]:
     kimi_bf16, kimi_fp8, kimi_64, fp8_1, int4_1, fp8_32, int4_32, fp8_in, int4_in = speed
 
     def ratio(what: str, after: SpeedRow, before: SpeedRow, note: str = "") -> RatioRow:
@@ -166,8 +196,7 @@ def _ratios(speed: tuple[SpeedRow, ...]) -> tuple[RatioRow, ...]:
             "GLM-5.2, weights fp8 → int4, decode at 1",
             int4_1,
             fp8_1,
-            f"a single request reached {fp8_1.share:.0%} and {int4_1.share:.0%} of the ceilings: "
-            "it waits for launches and communication, which are not modelled, not for bytes",
+            _why_int4_loses_alone(glm, fp8_1, int4_1),
         ),
         ratio("GLM-5.2, weights fp8 → int4, decode at 32", int4_32, fp8_32),
         ratio("GLM-5.2, weights fp8 → int4, prefill", int4_in, fp8_in),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -222,3 +223,26 @@ def test_the_plan_that_was_asked_about_is_set_beside_the_cheapest() -> None:
 
 def unlike_auto() -> PrecisionPlan:
     return PrecisionPlan.parse(prefill="auto/bf16", decode="auto/fp8")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_fewer_bytes_of_experts_alone_are_never_slower_where_memory_binds(rows: int) -> None:
+    """What int4 costs GLM-5.2 at one request is the rest of the model, which is bf16 then."""
+    stored, experts, published = (
+        step_time(GLM, PrecisionPlan.parse(f"{plan},cache=fp8:token").decode, Decode(rows, 9000))
+        for plan in ("weights=fp8", "weights=fp8,experts=int4:g32", "weights=bf16,experts=int4:g32")
+    )
+    assert experts.weights < stored.weights
+    assert published.weights > experts.weights
+    (row,) = (r for r in compare_published().ratios if "decode at 1" in r.what)
+    assert "the experts alone make ×1.22" in row.note
+
+
+def test_the_context_that_a_measured_rate_allows_gives_that_rate_as_its_ceiling() -> None:
+    (line,) = (a for a in compare_published().assumptions if "64 at once" in a)
+    found = re.search(r"at most ([\d,]+) tokens", line)
+    assert found is not None
+    context = int(found[1].replace(",", ""))
+    ceiling = 64 / step_time(KIMI, FP8, Decode(64, context)).seconds
+    assert ceiling == pytest.approx(2192, rel=1e-3)
+    assert context < 686_000 / 32
