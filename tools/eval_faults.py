@@ -42,12 +42,19 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--task", action="append", help="default: copy-identifiers and kv")
     parser.add_argument("--items", type=int, default=24)
+    parser.add_argument(
+        "--own-items", type=int, default=64, help="of the reference beside itself: enough to pass"
+    )
     parser.add_argument("--margin", type=float, default=0.05)
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     configure("error")
     names = options.task or ["copy-identifiers", "kv"]
-    run = TaskRun(chosen(available(options.items, 0, None, []), names), options.margin)
+
+    def tasks_of(items: int) -> TaskRun:
+        return TaskRun(chosen(available(items, 0, None, []), names), options.margin)
+
+    run = tasks_of(options.items)
     texts = Texts(options.model)
 
     def setup(plan: str, kernels: str = "auto") -> Setup:
@@ -67,7 +74,8 @@ def main() -> None:
         }
         say(str(fault), found[str(fault)])
     for name, kernels in (("itself", "auto"), ("itself on other kernels", "reference")):
-        same = one(run, setup(REFERENCE), setup(REFERENCE, kernels), texts, (Subject, Subject))
+        own = tasks_of(options.own_items) if kernels == "auto" else run
+        same = one(own, setup(REFERENCE), setup(REFERENCE, kernels), texts, (Subject, Subject))
         found[name] = {c.task: task_facts(c) for c in same.comparisons} | {
             "bits_differ": any(r != c for pair in same.answers for r, c in zip(*pair, strict=True))
         }

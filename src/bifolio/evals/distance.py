@@ -88,7 +88,8 @@ class AgainstFloor:
     """The candidate's KL beside the reference's own noise: windows farther, nearer, and the p.
 
     An exact sign test over windows: is the candidate farther from the reference than the reference
-    is from itself? Small p says that the plans differ, not that the difference matters.
+    is from itself? Small p says that the plans differ, not that the difference matters; a candidate
+    that is nearer than the noise has p 1.
     """
 
     floor: Distance
@@ -175,7 +176,7 @@ def row(
 def _against(scored: Scored, noise: Scored) -> AgainstFloor:
     gaps = scored.kl_ws.mean(axis=1) - noise.kl_ws.mean(axis=1)
     farther, nearer = int((gaps > 0).sum()), int((gaps < 0).sum())
-    p = sign_test(farther, nearer)
+    p = sign_test(farther, nearer) if farther > nearer else 1.0
     return AgainstFloor(noise.summary, farther, nearer, p)
 
 

@@ -58,18 +58,32 @@ class _FaultyOps(NativeOps):
         scale: float,
         window: int | None = None,
     ) -> Tensor:
+        return super().attention(q_thd, batch, self._spoiled(cache), heads, scale, window)
+
+    def latent_attention(
+        self,
+        q_thr: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        scale: float,
+        chosen_tk: Tensor | None = None,
+    ) -> Tensor:
+        return super().latent_attention(q_thr, batch, self._spoiled(cache), scale, chosen_tk)
+
+    def _spoiled(self, cache: LayerCache) -> LayerCache:
+        """The cache that attention is given in place of this one."""
         if self._fault is PlanFault.CACHE_SCALE:
             assert cache.spec.cache.static_scales, "this fault needs a cache in fp8"
-            unit = torch.ones(cache.spec.kv_heads)
+            unit = torch.ones(1 if cache.spec.latent is not None else cache.spec.kv_heads)
             k_scales, v_scales = (
                 SCALE_ERROR * (unit if held is None else held)
                 for held in (cache.k_scales, cache.v_scales)
             )
-            cache = replace(cache, k_scales=k_scales, v_scales=v_scales)
-        elif self._fault is PlanFault.ZEROED_LAYER and cache.layer == self._layer:
+            return replace(cache, k_scales=k_scales, v_scales=v_scales)
+        if self._fault is PlanFault.ZEROED_LAYER and cache.layer == self._layer:
             start = cache.spec.layer_offset(cache.layer)
             cache.pool[:, start : start + cache.spec.layer_bytes] = 0
-        return super().attention(q_thd, batch, cache, heads, scale, window)
+        return cache
 
 
 def faulty(fault: PlanFault) -> BuildSubject:

@@ -61,6 +61,8 @@ def test_a_row_has_means_by_position_and_the_sign_test_against_the_noise() -> No
     assert found.kl_by_position == pytest.approx((0.4 / 3, 1.0 / 3))
     assert found.noise is not None
     assert (found.noise.farther, found.noise.nearer, found.noise.p) == (2, 1, 1.0)
+    assert row("t", "en", 64, scored(kl), scored(kl * 0), seed=0).noise.p == pytest.approx(0.25)
+    assert row("t", "en", 64, scored(kl * 0), scored(kl), seed=0).noise.p == 1.0  # below the noise
     assert found.nll_difference.mean == pytest.approx(0.5)
     assert found.kl.low <= found.kl.mean <= found.kl.high
     assert found.distance.positions == 6
