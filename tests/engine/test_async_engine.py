@@ -256,6 +256,17 @@ async def test_a_hung_step_is_unhealthy_and_idleness_is_not():
         engine.check_health()
 
 
+async def test_a_long_step_that_comes_along_is_healthy_and_ready():
+    script = Script(long_id=HANG, long_seconds=1.5)
+    async with running(script, beat_timeout=0.6, stall_timeout=0.6) as engine:
+        job = asyncio.create_task(collect(engine, request("a", [HANG])))
+        while not job.done():
+            await asyncio.sleep(0.05)
+            engine.check_health()
+            engine.check_ready()
+        assert (await job).tokens == [HANG, 2]
+
+
 async def test_work_without_progress_is_not_ready():
     async with running(stall_timeout=0.4) as engine:
         from bifolio.engine.messages import EngineStats

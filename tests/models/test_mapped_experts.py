@@ -164,6 +164,20 @@ def test_only_chosen_experts_come_into_memory(model: Path, tmp_path: Path) -> No
     assert [sum(proved[i : i + 8]) for i in (0, 8, 16)] == [3, 3, 3]
 
 
+def test_a_pass_lets_it_be_known_after_each_layer_and_before_each_mapped_expert(
+    model: Path, tmp_path: Path
+) -> None:
+    def pulses(models: LoadedModels) -> int:
+        seen: list[None] = []
+        models.decode.ops.pulse = lambda: seen.append(None)
+        PagedRun(models.decode).step({"a": [7]})
+        return len(seen)
+
+    layers, mixtures, chosen = 4, 3, 3
+    assert pulses(load(model, None)) == layers
+    assert pulses(load(model, tmp_path / "experts")) == layers + mixtures * chosen * 2
+
+
 def test_a_limit_of_memory_is_kept_and_changes_no_bit(model: Path, tmp_path: Path) -> None:
     wanted = logits(load(model, tmp_path / "experts"))
     whole = load(model, tmp_path / "experts").experts

@@ -157,6 +157,10 @@ class Engine:
     def _planned(self, step: Step) -> None:
         """A step is about to be executed."""
 
+    def on_pulse(self, pulse: Callable[[], None]) -> None:
+        """Have `pulse` called whenever a step has come some way."""
+        self.kernels.ops.pulse = pulse
+
     def scrub(self) -> None:
         """Look whether a few cached pages still hold the bytes they were sealed with.
 

@@ -4,7 +4,8 @@
             → admit, abort → heartbeat when due, and a look at the cache
             → attend to peers, if there are any → one step → outputs
 
-The heartbeat is sent by this loop and by nothing else, so it stops when a step hangs. The process
+The heartbeat is sent by this loop, and within a long step by the step itself whenever it has come
+some way (a layer, a mapped expert), so it stops when a step hangs. The process
 leaves SIGINT and SIGTERM to its parent and ends with it: the parent's death closes the channel,
 which the loop sees between two steps and a watcher sees during one.
 """
@@ -77,6 +78,9 @@ class Engine(Protocol):
     def step(self) -> list[Output]:
         """Compute one batch. A stop token is the last of `tokens` and is named in `stop_id`."""
 
+    def on_pulse(self, pulse: Callable[[], None]) -> None:
+        """Have `pulse` called, in this thread, whenever a step has come some way."""
+
     def scrub(self) -> None:
         """Look for damage in what is kept, for far less time than lies between two heartbeats."""
 
@@ -104,7 +108,9 @@ class Worker:
     def __init__(self, channel: Channel[FrontMessage], engine: Engine) -> None:
         self._channel = channel
         self._engine = engine
+        self._told = EngineStats()
         self._next_beat = 0.0
+        engine.on_pulse(self._pulse)
 
     def run(self) -> None:
         """Serve until a Shutdown message; EOFError when the front end has gone."""
@@ -119,15 +125,25 @@ class Worker:
                     return
                 self._take(message)
             if time.monotonic() >= self._next_beat:
-                channel.send(engine.stats())
+                self._beat(engine.stats())
                 engine.scrub()
-                self._next_beat = time.monotonic() + BEAT_SECONDS
             for news in peers.attend() if peers is not None else ():
                 channel.send(news)
             if engine.has_work:
                 outputs = engine.step()
                 if outputs:
                     channel.send(Outputs(outputs))
+
+    def _beat(self, stats: EngineStats) -> None:
+        self._told = stats
+        self._channel.send(stats)
+        self._next_beat = time.monotonic() + BEAT_SECONDS
+
+    def _pulse(self) -> None:
+        """Within a step figures are in flux, so those before it are told again, as progress."""
+        if time.monotonic() >= self._next_beat:
+            told = self._told
+            self._beat(msgspec.structs.replace(told, progress=told.progress + 1))
 
     def _take(self, message: FrontMessage) -> None:
         match message:

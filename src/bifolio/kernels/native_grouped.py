@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from bifolio.kernels.arena import Arena
 from bifolio.kernels.native_linear import NativeWeight
 from bifolio.kernels.native_pages import PageOps
-from bifolio.kernels.ops import Groups, Norm, Weight
+from bifolio.kernels.ops import Groups, Norm, Weight, unwatched
 
 if TYPE_CHECKING:
     from bifolio import _native
@@ -23,6 +23,7 @@ _FLOAT_BYTES = 4
 class NativeGroupedOps(PageOps):
     """The part of `NativeOps` that groups rows by their weight."""
 
+    pulse: Callable[[], None] = staticmethod(unwatched)
     _runtime: _native.Runtime
     _arena: Arena
 
@@ -74,6 +75,7 @@ class NativeGroupedOps(PageOps):
         for i, weight in enumerate(weights):
             record = weight.record
             if record is not None:
+                self.pulse()
                 for coming in (
                     records[i : i + ahead] if i == 0 else records[i + ahead - 1 : i + ahead]
                 ):

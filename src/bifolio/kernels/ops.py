@@ -7,7 +7,7 @@ row; tensor names end in their shape: t tokens, h hidden, n and k a weight's sid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,10 +85,17 @@ class Groups:
     borders: tuple[int, ...]
 
 
+def unwatched() -> None:
+    """A pulse that nobody feels."""
+
+
 class Ops(Protocol):
     """One function per operation. Results are new tensors, valid until the next pass begins."""
 
     name: str
+    pulse: Callable[[], None]
+    """Called whenever a pass has come some way: after each layer and, where weights are mapped,
+    before each of them. Whoever has to tell a long pass from a hung one may set it."""
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         """Take a weight in; raises UnsupportedError for a format without a kernel."""

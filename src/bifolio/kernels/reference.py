@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from bifolio.kernels import paged
 from bifolio.kernels.decode import decode
 from bifolio.kernels.grouped import GroupedOps
 from bifolio.kernels.latent import LatentOps, slots
-from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight
+from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight, unwatched
 from bifolio.kernels.pointwise import rms_norm, rotate
 from bifolio.kernels.tensor import QuantTensor
 
@@ -41,6 +42,7 @@ class ReferenceOps(GroupedOps, LatentOps):
     """Every operation of `kernels.ops.Ops` by its definition, sums in float32."""
 
     name = "reference"
+    pulse: Callable[[], None] = staticmethod(unwatched)
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         bias = None if bias_n is None else bias_n.to(torch.float32)

@@ -41,4 +41,5 @@ class Decoder:
         run = ForwardPass(batch, self.cos_sin_pd)
         for layer, cache in zip(self.layers, caches, strict=True):
             x_th = layer(ops, x_th, run, cache)
+            ops.pulse()
         return ops.linear(ops.gather(x_th, batch.logits_index_l), self.head, norm=self.norm)

@@ -3,7 +3,7 @@
 The reply to a prompt is the prompt's own ids in order, then `stop_id`; with a temperature above
 zero the reply starts `seed % len(prompt)` ids later, so that a test sees which seed arrived. With
 `ignore_eos` the reply goes round. Some ids, when it is their turn to be emitted, are accidents:
-the process dies, the step raises, hangs, or finds a wrong page.
+the process dies, the step raises, hangs, finds a wrong page, or takes long and lets it be known.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -37,6 +38,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     raise_id: int = -1
     hang_id: int = -1
     hang_seconds: float = 3600.0
+    long_id: int = -1
+    long_seconds: float = 0.0
     fault_id: int = -1
     load_error: str = ""
 
@@ -77,6 +80,7 @@ class ScriptedEngine:
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._steps = self._prompt_tokens = self._generation_tokens = 0
         self._queries = self._hits = self._checked = self._failures = 0
+        self._pulse: Callable[[], None] = lambda: None
 
     def hello(self) -> Hello:
         script = self._script
@@ -137,6 +141,9 @@ class ScriptedEngine:
             pages_checked=self._checked,
             integrity_failures=self._failures,
         )
+
+    def on_pulse(self, pulse: Callable[[], None]) -> None:
+        self._pulse = pulse
 
     def scrub(self) -> None:
         """Nothing is kept."""
@@ -201,6 +208,10 @@ class ScriptedEngine:
             raise RuntimeError("the script says raise")
         if token == script.hang_id:
             time.sleep(script.hang_seconds)
+        if token == script.long_id:
+            for _ in range(20):
+                time.sleep(script.long_seconds / 20)
+                self._pulse()
         if token == script.fault_id:
             self._failures += 1
             output.finish, output.error_code = FinishReason.ERROR, ErrorCode.CACHE_INTEGRITY
