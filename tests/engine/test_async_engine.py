@@ -206,6 +206,13 @@ async def test_no_abort_is_sent_for_a_finished_request(monkeypatch):
         assert sent == ["Submit"]
 
 
+async def test_a_process_that_is_killed_while_it_loads_is_told_with_the_cure():
+    """As the system does where memory runs out."""
+    with pytest.raises(EngineDeadError, match=r"killed.*memory.*--plan.*--experts mapped"):
+        async with running(Script(load_killed=True)):
+            pass
+
+
 async def test_killing_the_process_fails_every_open_request_within_two_seconds():
     async with running(Script(step_seconds=0.01)) as engine:
         jobs = [

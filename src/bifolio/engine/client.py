@@ -8,6 +8,7 @@ slower than the engine finds what came meanwhile joined to one output per reques
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import time
@@ -202,6 +203,7 @@ class AsyncEngine:
         self._mailboxes: dict[str, _Mailbox] = {}
         self._transport: asyncio.WriteTransport | None = None
         self._process: Process | None = None
+        self._status: int | None = None
         self._hello: asyncio.Future[Hello] | None = None
         self._dead: str | None = None
         self._last_words: Fatal | None = None
@@ -241,6 +243,9 @@ class AsyncEngine:
                 self._transport, _ = await loop.create_connection(lambda: link, sock=ours)
             self._send(Start(self._factory, self._config.model_dump_json()))
             return await self._hello
+        except EngineDeadError as error:
+            await self.stop()
+            raise EngineDeadError(f"{error}{_manner(self._status)}") from None
         except BaseException:
             await self.stop()
             raise
@@ -255,10 +260,10 @@ class AsyncEngine:
             else:  # it is loading and does not listen
                 self._process.kill()
         try:
-            await asyncio.to_thread(self._process.wait, _CLOSE_SECONDS)
+            self._status = await asyncio.to_thread(self._process.wait, _CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            self._status = await asyncio.to_thread(self._process.wait)
         if self._transport is not None:
             self._transport.close()
         self._on_close()
@@ -465,6 +470,16 @@ def _refusal(message: Refused) -> BifolioError:
             return OverloadedError(message.message, message.retry_after)
         case RefusalKind.INTERNAL:
             return BifolioError(message.message)
+
+
+def _manner(status: int | None) -> str:
+    """What the status of a process that ended while it loaded tells, if anything."""
+    if status != -signal.SIGKILL:
+        return ""
+    return (
+        " (killed, as systems do when memory runs out); take smaller formats (--plan), less "
+        "--cache-memory, for a mixture --experts mapped, or a machine with more memory"
+    )
 
 
 def _load_error(words: Fatal | None) -> BifolioError | None:

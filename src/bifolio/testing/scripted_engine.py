@@ -42,6 +42,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     long_seconds: float = 0.0
     fault_id: int = -1
     load_error: str = ""
+    load_killed: bool = False
 
 
 def scripted_config(script: Script, **options: int) -> EngineConfig:
@@ -53,6 +54,8 @@ def create(config: EngineConfig, progress: Progress) -> ScriptedEngine:
     """Factory for the engine process."""
     script = msgspec.json.decode(config.model, type=Script)
     progress("script", 1, 1)
+    if script.load_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
     if script.load_error:
         raise CheckpointError(script.load_error)
     return ScriptedEngine(script, config.max_num_seqs, config.max_waiting)
