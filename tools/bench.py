@@ -7,13 +7,16 @@ A ceiling takes every term at 100 %: bytes of weights and cache over the measure
 operations over the measured peak of a loop in registers (`bifolio.planner.roofline`). Plans run
 alternately; a figure is the median of the repeats, ± half their range. Before them come the linear
 kernels alone (`bench_kernels.py`; the others: `bench_cache.py`), after them the start of a fresh
-process of each plan (`bench_start.py`). `--random qwen2.5-0.5b` takes random weights of that shape,
-made once (`make_random_model.py`). Through HTTP: `bifolio bench compare --server`.
+process of each plan (`bench_start.py`), and what a hand-off between two pools costs: bytes on the
+wire, the sender's GB/s (`bench_handoff.py`), and the share of the transfer of a prompt of 2,048
+tokens that is over when the prompt is computed. `--random qwen2.5-0.5b` takes random weights of
+that shape, made once (`make_random_model.py`). Through HTTP: `bifolio bench compare --server`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -24,16 +27,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import bench_handoff
 import bench_kernels
 from bench_start import line, measure_start
 from bifolio.bench.engine_speed import BATCH_8, BATCH_32, DECODE_1, PREFILL, Cell, compare
 from bifolio.bench.machine import measure_machine, measure_peak
-from bifolio.config import parse_bytes
+from bifolio.config import PREFILL_CHUNK, parse_bytes
+from bifolio.engine.messages import HandoffStats
 from bifolio.formats import WeightFormat
 from bifolio.kernels.native import NativeOps
+from bifolio.request import Request, SamplingParams
+from bifolio.testing.local_pair import LocalPair
 
 PLANS = ("bf16/bf16", "fp8/fp8", "int8:a8/fp8", "auto/fp8", "int4:g32:a8/fp8")
 KERNELS = ("bf16", "int8:a8", "int4:g32:a8", "int4:g32:z:a8")
+HAND_OFF = ("fp8/bf16", "int4:g32/fp8")
 KERNEL_ROWS = (1, 8, 32, 512)
 WORKLOADS = {work.name: work for work in (DECODE_1, BATCH_8, BATCH_32, PREFILL)}
 
@@ -81,6 +89,33 @@ def measure_kernels(ops: NativeOps, formats: list[str], shape: str) -> list[benc
     return found
 
 
+def hidden_share(model: str) -> float:
+    """Of the pages of a prompt that are sent, the part that leaves while it is computed."""
+    tokens = 2048
+    pair = LocalPair(
+        model,
+        *HAND_OFF,
+        prefill_limits={"max_step_tokens": PREFILL_CHUNK},
+        cache_memory=2**28,
+        max_model_len=tokens + 16,
+        threads=0,
+    )
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    prompt = [200 + i % 97 for i in range(tokens)]
+
+    async def answer() -> None:
+        async for _ in pair.generate(Request(id="one", prompt_ids=prompt, sampling=sampling)):
+            pass
+
+    asyncio.run(answer())
+    handoff = HandoffStats()
+    while not handoff.delivered:  # the prefill side hears of the admission a turn later
+        pair.turn()
+        handoff = pair.prefill.stats().handoff or handoff
+    asyncio.run(pair.stop())
+    return handoff.hidden_pages / handoff.pages
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_mutually_exclusive_group()
@@ -115,9 +150,15 @@ def main() -> None:
     for plan in options.plans if options.starts is None else options.starts:
         starts[plan] = measure_start(model, plan)
         print(line(plan, starts[plan]), flush=True)
+    shape = options.random if options.random in bench_handoff.MODELS else "smollm2-135m"
+    handoff = bench_handoff.measure(NativeOps(1), shape, 2048, 16, ("shared memory",))
+    hidden = hidden_share(model)
+    print(f"hidden share of the transfer of 2,048 tokens, {' → '.join(HAND_OFF)}: {hidden:.1%}")
     print(
         json.dumps(
             {
+                "handoff": [asdict(result) for result in handoff],
+                "hidden_share": hidden,
                 "model": options.random or model,
                 "machine": asdict(machine),
                 "kernels": [asdict(k) | {"of_ceiling": k.ratio} for k in kernels],

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -43,6 +43,7 @@ from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 
 MODELS = {"smollm2-135m": (30, 3, 64), "qwen2.5-0.5b": (24, 2, 64), "llama-3-8b": (32, 8, 128)}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "fp8:token"), ("fp8", "fp8"))
+TRANSPORTS = ("loopback", "shared memory", "tcp")
 WRITER, SLOTS, ROUNDS = 7, 256, 5
 
 
@@ -53,6 +54,15 @@ class Result:
     wire_bytes_per_token: float
     prefill_ms: float
     decode_ms: float
+    sender_gb_per_second: float
+    """Read and written by the sender, which checks seals, converts and hashes."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.transport:14} {self.codec:18} {self.wire_bytes_per_token:9,.0f} B/token   "
+            f"prefill {self.prefill_ms:7.1f} ms ({self.sender_gb_per_second:.1f} GB/s)   "
+            f"decode {self.decode_ms:7.1f} ms"
+        )
 
 
 class Bench:
@@ -117,8 +127,10 @@ class Bench:
         rounds = [self._once(prefill, decode, cache, str(i)) for i in range(ROUNDS)]
         prefill.link.close("done")
         codec = f"{self.source.cache} > {self.target.cache}"
-        nbytes = record * self.target.pages_for(self.tokens) / self.tokens
-        return Result(name, codec, nbytes, min(r[0] for r in rounds), min(r[1] for r in rounds))
+        sent = record * self.target.pages_for(self.tokens)
+        read = self.source.page_bytes * self.source.pages_for(self.tokens)
+        near, far = (min(times) for times in zip(*rounds, strict=True))
+        return Result(name, codec, sent / self.tokens, near, far, (read + sent) / near / 1e6)
 
     def _once(
         self,
@@ -165,6 +177,21 @@ def connected(name: str) -> Iterator[tuple[Transport, Transport]]:
         server.close()
 
 
+def measure(
+    ops: NativeOps, model: str, tokens: int, page: int, transports: Sequence[str] = TRANSPORTS
+) -> list[Result]:
+    """Every pair of formats over every transport; lines for people on the way."""
+    results = []
+    for pair in PAIRS:
+        one, other = (PageSpec(*MODELS[model], CacheFormat.parse(f), page) for f in pair)
+        bench = Bench(ops, (one, other), tokens)
+        for name in transports:
+            with connected(name) as ends:
+                results.append(bench.run(name, ends))
+            print(results[-1], flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m", choices=list(MODELS))
@@ -173,23 +200,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ops = NativeOps(args.threads)
-    layers, kv_heads, head_dim = MODELS[args.model]
-    results = []
-    for pair in PAIRS:
-        specs = [
-            PageSpec(layers, kv_heads, head_dim, CacheFormat.parse(f), args.page) for f in pair
-        ]
-        bench = Bench(ops, (specs[0], specs[1]), args.tokens)
-        for name in ("loopback", "shared memory", "tcp"):
-            with connected(name) as ends:
-                result = bench.run(name, ends)
-            print(
-                f"{name:14} {result.codec:18} {result.wire_bytes_per_token:9,.0f} B/token   "
-                f"prefill {result.prefill_ms:7.1f} ms   decode {result.decode_ms:7.1f} ms",
-                flush=True,
-            )
-            results.append(asdict(result))
+    found = measure(NativeOps(args.threads), args.model, args.tokens, args.page)
+    results = [asdict(result) for result in found]
     print(json.dumps({"model": args.model, "tokens": args.tokens, "results": results}))
 
 
