@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 from pools import DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
 from bifolio.core.cache import PageTable
@@ -158,7 +159,10 @@ class World:
     def _proof(self, request: Request, table: PageTable, result: PrefillResult) -> None:
         """A request is admitted: it must be what was sent, byte by byte."""
         job = next(j for j in self.jobs if j.request.id == request.id)
-        assert request == job.request
+        left, limit = request.timeout, self.load.deadline
+        assert (left is None) == (limit == math.inf), "a limit came or went"
+        assert left is None or left <= limit, "time came back"
+        assert msgspec.structs.replace(request, timeout=None) == job.request
         assert result == self._result(request)
         assert request.id not in self.admitted, "admitted twice"
         self.admitted[request.id] = self.now
