@@ -164,7 +164,7 @@ def test_only_chosen_experts_come_into_memory(model: Path, tmp_path: Path) -> No
     assert [sum(proved[i : i + 8]) for i in (0, 8, 16)] == [3, 3, 3]
 
 
-def test_a_pass_lets_it_be_known_after_each_layer_and_before_each_mapped_expert(
+def test_a_pass_lets_it_be_known_in_each_layer_and_before_each_mapped_expert(
     model: Path, tmp_path: Path
 ) -> None:
     def pulses(models: LoadedModels) -> int:
@@ -174,8 +174,10 @@ def test_a_pass_lets_it_be_known_after_each_layer_and_before_each_mapped_expert(
         return len(seen)
 
     layers, mixtures, chosen = 4, 3, 3
-    assert pulses(load(model, None)) == layers
-    assert pulses(load(model, tmp_path / "experts")) == layers + mixtures * chosen * 2
+    in_memory = pulses(load(model, None))
+    assert in_memory >= 2 * layers + 2 * mixtures
+    mapped = pulses(load(model, tmp_path / "experts"))
+    assert mapped == in_memory + 2 * mixtures * (chosen - 1)
 
 
 def test_a_limit_of_memory_is_kept_and_changes_no_bit(model: Path, tmp_path: Path) -> None:

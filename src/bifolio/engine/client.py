@@ -50,8 +50,8 @@ ENGINE_FACTORY = "bifolio.engine.engine:create"
 """Builds the real engine; tests name a scripted one."""
 
 BEAT_TIMEOUT = 20.0
-"""Seconds without a heartbeat after which the engine counts as frozen. The longest honest layer
-(or mapped expert) must be shorter: within a step each of them lets it beat."""
+"""Seconds without a heartbeat after which the engine counts as frozen. The longest honest
+attention or MLP must be shorter: within a step each of them lets it beat (`Ops.pulse`)."""
 
 STALL_TIMEOUT = 30.0
 """Seconds without progress, with requests to work on, after which the engine is not ready."""

@@ -5,9 +5,9 @@
             → attend to peers, if there are any → one step → outputs
 
 The heartbeat is sent by this loop, and within a long step by the step itself whenever it has come
-some way (a layer, a mapped expert), so it stops when a step hangs. The process
-leaves SIGINT and SIGTERM to its parent and ends with it: the parent's death closes the channel,
-which the loop sees between two steps and a watcher sees during one.
+some way (`Ops.pulse`), so it stops when a step hangs. The process leaves SIGINT and SIGTERM to its
+parent and ends with it: the parent's death closes the channel, which the loop sees between two
+steps and a watcher sees during one.
 """
 
 from __future__ import annotations

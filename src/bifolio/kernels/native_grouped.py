@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from bifolio import _native
 
 _FLOAT_BYTES = 4
+_PULSE_EVERY = 16
+"""Weights in memory: thousands of tokens meet so many experts in a second or two."""
 
 
 class NativeGroupedOps(PageOps):
@@ -74,8 +76,9 @@ class NativeGroupedOps(PageOps):
         ahead = 0 if first is None else first.shelf.ahead(first.nbytes)
         for i, weight in enumerate(weights):
             record = weight.record
-            if record is not None:
+            if record is not None or i % _PULSE_EVERY == 0:
                 self.pulse()
+            if record is not None:
                 for coming in (
                     records[i : i + ahead] if i == 0 else records[i + ahead - 1 : i + ahead]
                 ):

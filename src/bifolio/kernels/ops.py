@@ -94,8 +94,8 @@ class Ops(Protocol):
 
     name: str
     pulse: Callable[[], None]
-    """Called whenever a pass has come some way: after each layer and, where weights are mapped,
-    before each of them. Whoever has to tell a long pass from a hung one may set it."""
+    """Called whenever a pass has come some way: after each attention and MLP, and every now and
+    then within grouped weights. Whoever has to tell a long pass from a hung one may set it."""
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         """Take a weight in; raises UnsupportedError for a format without a kernel."""

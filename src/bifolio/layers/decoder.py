@@ -22,7 +22,11 @@ class DecoderLayer:
     mlp: GatedMLP | MoE
 
     def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
-        return self.mlp(ops, self.attention(ops, x_th, run, cache))
+        y_th = self.attention(ops, x_th, run, cache)
+        ops.pulse()
+        y_th = self.mlp(ops, y_th)
+        ops.pulse()
+        return y_th
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,5 +45,4 @@ class Decoder:
         run = ForwardPass(batch, self.cos_sin_pd)
         for layer, cache in zip(self.layers, caches, strict=True):
             x_th = layer(ops, x_th, run, cache)
-            ops.pulse()
         return ops.linear(ops.gather(x_th, batch.logits_index_l), self.head, norm=self.norm)
