@@ -10,6 +10,11 @@ namespace {
 constexpr int64_t kRowGroupBytes = 384 << 10;
 constexpr int64_t kTilesPerThread = 4;
 
+// From so many blocks a thread on, threads share the rows and not the panels: so the thread that
+// wrote a row is the one that reads it in the next kernel. Lines that another core holds are
+// written at a tenth of the speed where cores have no cache in common.
+constexpr int64_t kOwnBlocks = 2;
+
 // Panels that a block of rows meets one after the other stay in the second-level cache too. Results
 // of one panel alone are two lines of each row, which memory takes at a fifth of its speed.
 constexpr int64_t kPanelGroupBytes = 192 << 10;
@@ -67,11 +72,12 @@ struct Cut {
 // How the product is cut into tiles of some blocks of rows and some panels.
 struct Tiles {
   Tiles(const WeightLayout& layout, const Cut& cut, int64_t threads) {
-    const int64_t wanted = kTilesPerThread * threads;
-    const int64_t all = layout.panels();
-    blocks = most(1, least(ceil_div(cut.blocks, ceil_div(wanted, all)),
-                           kRowGroupBytes / cut.block_bytes));
+    const int64_t own = ceil_div(cut.blocks, threads);
+    row_groups = own < kOwnBlocks ? 1 : threads * ceil_div(own * cut.block_bytes, kRowGroupBytes);
+    blocks = ceil_div(cut.blocks, row_groups);
     row_groups = ceil_div(cut.blocks, blocks);
+    const int64_t all = layout.panels();
+    const int64_t wanted = kTilesPerThread * threads;
     const int64_t fitting = least(kMostPanels, kPanelGroupBytes / layout.panel_bytes());
     panels = most(1, least(fitting, all / ceil_div(wanted, row_groups)));
     panel_groups = ceil_div(all, panels);
