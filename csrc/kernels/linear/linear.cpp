@@ -20,10 +20,6 @@ constexpr int64_t kOwnBlocks = 2;
 constexpr int64_t kPanelGroupBytes = 192 << 10;
 constexpr int64_t kMostPanels = 8;
 
-// Numbers of activations that every thread prepares for itself rather than wait for the others.
-constexpr int64_t kOwnPrologue = 4096;
-constexpr int64_t kGateCost = 4;  // of an exponential, in plain numbers
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -48,13 +44,12 @@ MultiplyFn choose(const WeightLayout& layout, int size) {
 
 // How t rows are cut into blocks of nearly equal size.
 struct Cut {
-  Cut(const WeightLayout& layout, int64_t t, bool gated)
+  Cut(const WeightLayout& layout, int64_t t)
       : shape(layout),
         blocks(ceil_div(t, kMaxRows)),
         size(block_size(ceil_div(t, blocks))),
         rows(kBlockRows[size]),
-        block_bytes(shape.block_bytes(rows)),
-        own_prologue(blocks == 1 && t * layout.k * (gated ? kGateCost : 1) <= kOwnPrologue) {
+        block_bytes(shape.block_bytes(rows)) {
     blocks = ceil_div(t, rows);
     last_size = block_size(t - (blocks - 1) * rows);
   }
@@ -66,7 +61,6 @@ struct Cut {
   int size, last_size;
   int64_t rows;
   int64_t block_bytes;
-  bool own_prologue;
 };
 
 // How the product is cut into tiles of some blocks of rows and some panels.
@@ -163,7 +157,8 @@ class Product {
   MultiplyFn whole_, last_;
 };
 
-// Few rows: no barrier between activations and product.
+// One block of rows: every thread prepares it for itself rather than wait for another, whose lines
+// it would have to fetch.
 void run_alone(const LinearArgs& a, const Cut& cut, const Product& product, ThreadPool& pool) {
   const int64_t bytes = cut.packed_bytes() + cut.shape.temporary_bytes();
   parallel_section(pool, a.layout.panels(), [&](TileCursor& cursor, int thread) {
@@ -195,17 +190,17 @@ void run_shared(const LinearArgs& a, const Cut& cut, const Product& product, Thr
 
 int64_t linear_workspace(const LinearArgs& a, const ThreadPool& pool) {
   if (a.t == 0) return 0;
-  const Cut cut(a.layout, a.t, a.gated);
+  const Cut cut(a.layout, a.t);
   const int64_t threads = thread_count(pool);
-  return cut.packed_bytes() * (cut.own_prologue ? threads : 1) +
+  return cut.packed_bytes() * (cut.blocks == 1 ? threads : 1) +
          cut.shape.temporary_bytes() * threads;
 }
 
 void linear(const LinearArgs& a, ThreadPool& pool) {
   if (a.t == 0) return;
-  const Cut cut(a.layout, a.t, a.gated);
+  const Cut cut(a.layout, a.t);
   const Product product(a, cut);
-  if (cut.own_prologue) {
+  if (cut.blocks == 1) {
     run_alone(a, cut, product, pool);
   } else {
     run_shared(a, cut, product, pool);
