@@ -22,6 +22,13 @@ using WorkspaceSize = int64_t (*)(const Args&, const ThreadPool&);
 class TileCursor;
 int64_t next_tile(TileCursor& cursor) noexcept;  // below 0: none left
 
+// The same for tiles that take about equally long: a quarter of what is left of the own run at once.
+// Each access is an atomic one, which waits for all that the core has still to write.
+struct TileRange {
+  int64_t begin, end;  // equal: none left
+};
+TileRange next_tiles(TileCursor& cursor) noexcept;
+
 using SectionFn = void (*)(const void* body, TileCursor& cursor, int thread);
 
 // Calls fn once on each thread that joins (the caller is thread 0 and always joins), returns when

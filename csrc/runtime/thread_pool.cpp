@@ -47,6 +47,8 @@ bool spin_until(const Ready& ready) noexcept {
 
 int64_t next_tile(TileCursor& cursor) noexcept { return cursor.next(); }
 
+TileRange next_tiles(TileCursor& cursor) noexcept { return cursor.some(); }
+
 void run_section(ThreadPool& pool, int64_t tiles, SectionFn fn, const void* body) noexcept {
   pool.run(tiles, fn, body);
 }
@@ -63,26 +65,28 @@ void TileRuns::reset(int64_t tiles) noexcept {
   }
 }
 
-int64_t TileRuns::take(std::size_t thread) noexcept {
+TileRange TileRuns::take(std::size_t thread, int64_t share) noexcept {
   Run& own = runs_[thread];
-  const int64_t tile = take_first(own);
-  if (tile >= 0) return tile;
+  const TileRange tiles = take_first(own, share);
+  if (tiles.begin < tiles.end) return tiles;
   for (std::size_t i = 1; i < runs_.size(); ++i) {
     const int64_t taken = take_over(runs_[(thread + i) % runs_.size()], own);
-    if (taken >= 0) return taken;
+    if (taken >= 0) return {taken, taken + 1};
   }
-  return -1;
+  return {};
 }
 
-int64_t TileRuns::take_first(Run& run) noexcept {
+TileRange TileRuns::take_first(Run& run, int64_t share) noexcept {
   uint64_t value = run.span.load(std::memory_order_relaxed);
   while (first(value) < last(value)) {
-    if (run.span.compare_exchange_weak(value, span(first(value) + 1, last(value)),
+    const int64_t some = (last(value) - first(value)) / share;
+    const TileRange tiles{first(value), first(value) + (some > 1 ? some : 1)};
+    if (run.span.compare_exchange_weak(value, span(tiles.end, last(value)),
                                        std::memory_order_relaxed)) {
-      return first(value);
+      return tiles;
     }
   }
-  return -1;
+  return {};
 }
 
 // Takes the later half of another's run: its first tile at once, the others become one's own.

@@ -18,7 +18,7 @@ class TileRuns {
   explicit TileRuns(int threads) : runs_(static_cast<std::size_t>(threads)) {}
 
   void reset(int64_t tiles) noexcept;
-  int64_t take(std::size_t thread) noexcept;  // below 0: none left
+  TileRange take(std::size_t thread, int64_t share) noexcept;  // 1 / share of the own run
 
  private:
   // begin << 32 | end, so that owner and thief cannot cross. A run never comes back to a value that
@@ -27,7 +27,7 @@ class TileRuns {
     std::atomic<uint64_t> span{0};
   };
 
-  int64_t take_first(Run& run) noexcept;
+  TileRange take_first(Run& run, int64_t share) noexcept;
   int64_t take_over(Run& from, Run& own) noexcept;
 
   std::vector<Run> runs_;
@@ -38,9 +38,15 @@ class TileCursor {
  public:
   TileCursor(TileRuns& runs, int thread) noexcept
       : runs_(runs), thread_(static_cast<std::size_t>(thread)) {}
-  int64_t next() noexcept { return runs_.take(thread_); }
+  int64_t next() noexcept {
+    const TileRange one = runs_.take(thread_, INT64_MAX);
+    return one.begin < one.end ? one.begin : -1;
+  }
+  TileRange some() noexcept { return runs_.take(thread_, kShare); }
 
  private:
+  static constexpr int64_t kShare = 4;
+
   TileRuns& runs_;
   std::size_t thread_;
 };

@@ -163,10 +163,14 @@ void run_alone(const LinearArgs& a, const Cut& cut, const Product& product, Thre
   const int64_t bytes = cut.packed_bytes() + cut.shape.temporary_bytes();
   parallel_section(pool, a.layout.panels(), [&](TileCursor& cursor, int thread) {
     uint8_t* packed = a.workspace + thread * bytes;
-    int64_t panel = next_tile(cursor);
-    if (panel < 0) return;
+    TileRange panels = next_tiles(cursor);
+    if (panels.begin == panels.end) return;
     product.pack(0, packed, packed + cut.packed_bytes());
-    for (; panel >= 0; panel = next_tile(cursor)) product.multiply(panel, panel + 1, 0, 1, packed);
+    for (; panels.begin < panels.end; panels = next_tiles(cursor)) {
+      for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+        product.multiply(panel, panel + 1, 0, 1, packed);
+      }
+    }
   });
 }
 
