@@ -13,9 +13,9 @@ void attend(const AttentionArgs& a, const Workspace& w, ThreadPool& pool) {
     const Scratch scratch = scratch_of(w, thread, a, a.head_dim);
     Worker<Dot> worker(a, scratch);
     Worker<FewDot> few_worker(a, scratch);
-    // Backwards: the later parts of a prompt see more keys, and the longest units go first.
+    // Mirrored: the later parts of a prompt see more keys.
     for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) {
-      const int64_t unit = w.plan.units - 1 - tile;
+      const int64_t unit = mirrored(tile, w.plan.units, pool);
       const Item& item = item_of_unit(w.plan, unit);
       if (item.count * (a.heads / a.kv_heads) <= FewDot::kTileRows) {
         run_unit(few_worker, a, w, item, unit);

@@ -156,7 +156,7 @@ void select(const IndexSelectArgs& a, int64_t thread_bytes, ThreadPool& pool) {
     const IndexScratch scratch = IndexScratch::carve(carver, a);
     IndexScorer<Dot> scorer(a, scratch);
     for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) {
-      const int64_t token = a.tokens - 1 - tile;  // the later see more
+      const int64_t token = mirrored(tile, a.tokens, pool);  // the later see more
       int64_t row = 0;
       while (token >= a.query_start[row + 1]) ++row;
       const int64_t count = a.context_len[row] - a.query_start[row + 1] + token + 1;

@@ -58,9 +58,9 @@ void attend(const LatentAttentionArgs& a, const AttentionArgs& args, const Works
     const Scratch scratch = scratch_of(w, thread, args, a.kv_lora);
     Worker<Dot, LatentReader<Dot>> worker(args, scratch, LatentReader<Dot>(layer, scratch.block),
                                           a.kv_lora);
-    // Backwards: the later parts of a prompt see more keys, and the longest units go first.
+    // Mirrored: the later parts of a prompt see more keys.
     for (int64_t tile = next_tile(cursor); tile >= 0; tile = next_tile(cursor)) {
-      const int64_t unit = w.plan.units - 1 - tile;
+      const int64_t unit = mirrored(tile, w.plan.units, pool);
       const Item& item = item_of_unit(w.plan, unit);
       if (a.chosen != nullptr) worker.reader().choose(a.chosen + item.first * a.chosen_width);
       run_unit(worker, args, w, item, unit);

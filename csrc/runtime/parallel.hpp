@@ -29,6 +29,11 @@ struct TileRange {
 };
 TileRange next_tiles(TileCursor& cursor) noexcept;
 
+// Another order of the same section: what tile to take for one that was handed out, if each thread
+// is to begin at the end of its run. For tiles of which the later ones take longer: the longest go
+// first, and still every thread meets the part that it would have met.
+int64_t mirrored(int64_t tile, int64_t tiles, const ThreadPool& pool) noexcept;
+
 using SectionFn = void (*)(const void* body, TileCursor& cursor, int thread);
 
 // Calls fn once on each thread that joins (the caller is thread 0 and always joins), returns when

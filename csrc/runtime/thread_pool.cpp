@@ -20,6 +20,11 @@ uint64_t span(int64_t begin, int64_t end) {
 int64_t first(uint64_t span) { return static_cast<int64_t>(span >> 32); }
 int64_t last(uint64_t span) { return static_cast<int64_t>(span & 0xffffffff); }
 
+// Each thread starts with an equal part of the tiles.
+int64_t end_of_run(int64_t thread, int64_t tiles, int64_t threads) {
+  return tiles * (thread + 1) / threads;
+}
+
 uint64_t opened(uint32_t epoch) { return uint64_t{epoch} << 32 | kOpen; }
 
 void pause() noexcept {
@@ -55,11 +60,20 @@ void run_section(ThreadPool& pool, int64_t tiles, SectionFn fn, const void* body
 
 int thread_count(const ThreadPool& pool) noexcept { return pool.threads(); }
 
+int64_t mirrored(int64_t tile, int64_t tiles, const ThreadPool& pool) noexcept {
+  int64_t begin = 0;
+  for (int64_t thread = 0;; ++thread) {
+    const int64_t end = end_of_run(thread, tiles, pool.threads());
+    if (tile < end) return begin + end - 1 - tile;
+    begin = end;
+  }
+}
+
 void TileRuns::reset(int64_t tiles) noexcept {
   const auto threads = static_cast<int64_t>(runs_.size());
   int64_t begin = 0;
   for (int64_t i = 0; i < threads; ++i) {
-    const int64_t end = tiles * (i + 1) / threads;
+    const int64_t end = end_of_run(i, tiles, threads);
     runs_[static_cast<std::size_t>(i)].span.store(span(begin, end), std::memory_order_relaxed);
     begin = end;
   }
