@@ -179,7 +179,7 @@ void bind_linear(nb::module_& m, nb::class_<Runtime>& runtime) {
   {
     using A = LinearArgs;
     bind_workspace(runtime, "linear_workspace", &KernelTable::linear_workspace, FIELD(layout),
-                   FIELD(t), FIELD(gated));
+                   FIELD(t));
   }
 }
 

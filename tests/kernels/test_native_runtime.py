@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from bifolio.errors import UnsupportedError
+from bifolio.formats import WeightFormat
 from bifolio.kernels.arena import Arena
 from bifolio.kernels.native import NativeOps
+from bifolio.quant import encode
 
 
 def rows(seed: int, t: int = 64, h: int = 48) -> torch.Tensor:
@@ -24,6 +26,21 @@ def test_every_tile_is_done_exactly_once_at_any_thread_count(threads: int) -> No
     for repeat in range(300):
         index = torch.randint(0, 64, (1 + repeat % 40,), dtype=torch.int32)
         assert torch.equal(ops.gather(x, index), x[index.long()])
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("t", [1, 8, 80])
+def test_every_panel_is_done_exactly_once_at_any_thread_count(threads: int, t: int) -> None:
+    weight = encode(rows(0, 1000, 64), WeightFormat.parse("int8:a8"))
+    one, several = NativeOps(1), NativeOps(threads)
+    packed, same = one.prepare(weight), several.prepare(weight)
+    for repeat in range(40):
+        x = rows(repeat, t, 64)  # a panel left out would show the product of other rows
+        residual = rows(repeat + 1000, t, 1000)
+        assert torch.equal(
+            several.linear(x, same, residual_tn=residual),
+            one.linear(x, packed, residual_tn=residual),
+        )
 
 
 def test_a_replay_computes_from_the_refilled_inputs_into_the_same_result() -> None:

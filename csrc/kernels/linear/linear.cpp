@@ -10,10 +10,11 @@ namespace {
 constexpr int64_t kRowGroupBytes = 384 << 10;
 constexpr int64_t kTilesPerThread = 4;
 
-// From so many blocks a thread on, threads share the rows and not the panels: so the thread that
-// wrote a row is the one that reads it in the next kernel. Lines that another core holds are
-// written at a tenth of the speed where cores have no cache in common.
-constexpr int64_t kOwnBlocks = 2;
+// From so many rows a thread on, threads share the rows and not the panels: so the thread that wrote
+// a row is the one that reads it in the next kernel. Lines that another core holds are written at a
+// tenth of the speed where cores have no cache in common. Every thread reads all weights then, which
+// so many rows hide.
+constexpr int64_t kOwnRows = 16;
 
 // Panels that a block of rows meets one after the other stay in the second-level cache too. Results
 // of one panel alone are two lines of each row, which memory takes at a fifth of its speed.
@@ -67,7 +68,7 @@ struct Cut {
 struct Tiles {
   Tiles(const WeightLayout& layout, const Cut& cut, int64_t threads) {
     const int64_t own = ceil_div(cut.blocks, threads);
-    row_groups = own < kOwnBlocks ? 1 : threads * ceil_div(own * cut.block_bytes, kRowGroupBytes);
+    row_groups = own * cut.rows < kOwnRows ? 1 : threads * ceil_div(own * cut.block_bytes, kRowGroupBytes);
     blocks = ceil_div(cut.blocks, row_groups);
     row_groups = ceil_div(cut.blocks, blocks);
     const int64_t all = layout.panels();

@@ -26,7 +26,7 @@ struct LinearArgs {
 
 BIFOLIO_DECLARE(linear, LinearArgs)
 
-// Looks at layout, t and gated.
+// Looks at layout and t.
 BIFOLIO_DECLARE_SIZE(linear_workspace, LinearArgs)
 
 }  // namespace bifolio

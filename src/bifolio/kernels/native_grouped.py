@@ -44,7 +44,7 @@ class NativeGroupedOps(PageOps):
         y_sn = self._arena.take(x_sk.shape[0], own[0].n)
         spans = list(pairwise(groups.borders))
         sizes = [
-            self._runtime.linear_workspace(one.layout, end - start, gated)
+            self._runtime.linear_workspace(one.layout, end - start)
             for one, (start, end) in zip(own, spans, strict=True)
         ]
         workspace = self._arena.take(max(sizes), dtype=torch.uint8).data_ptr()

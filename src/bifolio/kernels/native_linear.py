@@ -141,7 +141,7 @@ class LinearOps:
         assert residual_tn is None or residual_tn.is_contiguous()
         y = self._arena.take(t, own.n)
         workspace = self._arena.take(
-            self._runtime.linear_workspace(own.layout, t, gated), dtype=torch.uint8
+            self._runtime.linear_workspace(own.layout, t), dtype=torch.uint8
         )
         self._runtime.linear(
             layout=own.layout,
