@@ -157,12 +157,13 @@ class Scheduler(SchedulerState):
     # ── steps out ────────────────────────────────────────────────────────────────────────────
 
     def schedule(self) -> Step | None:
-        """Plan the next step; None if nothing waits (look at `take_news` then).
+        """Plan the next step; None if there is none, or news are not to wait for it (`take_news`).
 
         Rows are valid until the next call: they and the lists in them are used again.
         """
         assert self._step is None, "a step is in flight: commit it first"
-        self._end_late()
+        if self._end_late():
+            return None
         self._budget = self.limits.max_step_tokens
         self._logits_left = self.limits.max_step_logits
         self._planned = []
@@ -382,7 +383,7 @@ class Scheduler(SchedulerState):
         return self.take_news()
 
     def take_news(self) -> list[Output]:
-        """What `schedule` had to end; call it when that returned None."""
+        """What `schedule` had to end; call it whenever that returned None."""
         news, self._news = self._news, []
         return news
 
@@ -417,9 +418,10 @@ class Scheduler(SchedulerState):
         )
         self._news.append(self._end_with(sequence, ErrorCode.CACHE_EXHAUSTED, text))
 
-    def _end_late(self) -> None:
-        """End the requests whose time is over, whether they run or wait."""
-        for request_id in self._deadlines.passed(self._clock()):
+    def _end_late(self) -> bool:
+        """End the requests whose time is over, whether they run or wait; whether there are any."""
+        late = self._deadlines.passed(self._clock())
+        for request_id in late:
             sequence = self._running.get(request_id) or self._waiting[request_id]
             self._counts["late"] += 1
             text = (
@@ -427,6 +429,7 @@ class Scheduler(SchedulerState):
                 "its answer; allow more time or ask for fewer tokens"
             )
             self._news.append(self._end_with(sequence, ErrorCode.DEADLINE, text))
+        return bool(late)
 
     def _end_with(self, sequence: Sequence, code: ErrorCode, text: str) -> Output:
         output = self._end(sequence, FinishReason.ERROR)

@@ -52,6 +52,21 @@ def test_a_running_request_ends_with_what_it_has_and_its_neighbour_goes_on():
     rig.check_idle()
 
 
+def test_who_is_late_hears_of_it_before_others_are_computed():
+    clock = Clock()
+    rig = make_rig(clock)
+    rig.add(ask("late", timeout=1.0), ask("free"))
+    rig.step()
+    clock.now += 1.0
+    tokens = len(rig.answers["free"].tokens)
+    rig.step()
+    assert rig.answers["late"].error_code is ErrorCode.DEADLINE
+    assert len(rig.answers["free"].tokens) == tokens
+    run(rig, clock)
+    assert rig.answers["free"].finish is FinishReason.LENGTH
+    rig.check_idle()
+
+
 def test_time_in_the_queue_counts():
     clock = Clock()
     rig = make_rig(clock, seats=1)
