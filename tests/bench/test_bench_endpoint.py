@@ -244,6 +244,14 @@ def test_what_a_chat_template_adds_may_be_cached_and_no_more():
     assert "prefix cache" in chat(Mock(hit_share=share + 0.1, usage_hits=True)).figures.invalid[0]
 
 
+def test_a_template_that_could_not_be_measured_is_not_made_up():
+    with (
+        serving(Mock(fail_every=1)) as url,
+        pytest.raises(ConfigError, match="template adds is not known: .*I do not like this one"),
+    ):
+        Endpoint(url, kind=EndpointType.CHAT)
+
+
 def test_a_conversation_carries_the_answers_that_came():
     mock = Mock(chunks=(4,))
     chat(mock, Load(1), turns=3, requests=1)

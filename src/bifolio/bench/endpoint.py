@@ -148,8 +148,14 @@ class Endpoint:
         """
         longer = self._probe(5)
         record, _ = await self._one(longer, self._dialect, time.perf_counter())
+        if record.failure is not None or record.prompt_tokens is None:
+            why = record.failure.message if record.failure else "its usage has no prompt_tokens"
+            raise ConfigError(
+                f"{self._wire.url} answered one message and not the next, so what its chat "
+                f"template adds is not known: {why}"
+            )
         words = len(longer.prompt) // 5
-        per_word = ((record.prompt_tokens or 0) - probed) / (4 * words)
+        per_word = (record.prompt_tokens - probed) / (4 * words)
         around = max(0, round(probed - per_word * words))
         note = f"the chat template adds about {around} tokens to a message"
         if per_word > _ONE_TOKEN:
