@@ -3,10 +3,11 @@ BIN := .venv/bin
 MODEL ?= smollm2-135m
 ARGS ?=
 
-.PHONY: help serve chat check test soak sanitize bench bench-pools wheel clean env-run env-dev
+.PHONY: help serve chat check test soak sanitize sanitize-threads bench bench-pools wheel clean \
+  env-run env-dev
 
 help:  ## say what each command does
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 env-run:
 	@$(PYTHON) tools/bootstrap.py run
@@ -32,16 +33,26 @@ test: check  ## check, then every test but the long ones
 soak: env-dev  ## the long runs; results go to docs/results, dated
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -m soak --timeout 0 $(ARGS)
 
-sanitize: env-dev  ## kernel tests under the address and undefined-behaviour sanitizers of GCC
-	$(BIN)/cmake -S . -B build/sanitize -DBIFOLIO_SANITIZE=ON \
-	  -DPython_EXECUTABLE="$(abspath $(BIN)/python)" \
-	  -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
-	$(BIN)/cmake --build build/sanitize --target _native --parallel
+# What configures a build with one of the sanitizers: $(call configure,address).
+configure = $(BIN)/cmake -S . -B build/sanitize-$(1) -DBIFOLIO_SANITIZE=$(1) \
+  -DPython_EXECUTABLE="$(abspath $(BIN)/python)" \
+  -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+
+sanitize: env-dev sanitize-threads  ## kernel tests and the thread pool under the sanitizers of GCC
+	$(call configure,address)
+	$(BIN)/cmake --build build/sanitize-address --target _native --parallel "$$(nproc)"
 	rm -rf build/sanitized && mkdir -p build/sanitized && cp -r src/bifolio build/sanitized/
-	rm -f build/sanitized/bifolio/_native*.so && cp build/sanitize/_native*.so build/sanitized/bifolio/
+	rm -f build/sanitized/bifolio/_native*.so
+	cp build/sanitize-address/_native*.so build/sanitized/bifolio/
 	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	  $(BIN)/pytest -p no:cacheprovider tests/kernels -k "not idle and not environment" $(ARGS)
+	  $(BIN)/pytest -p no:cacheprovider tests/kernels -m "not soak" --timeout 600 \
+	  -k "not idle and not environment" $(ARGS)
+
+sanitize-threads: env-dev  ## the thread pool under the thread sanitizer of GCC
+	$(call configure,thread)
+	$(BIN)/cmake --build build/sanitize-thread --target thread_pool_stress
+	build/sanitize-thread/thread_pool_stress
 
 bench: env-run  ## kernels and engine against their ceilings; the last line is JSON
 	@$(BIN)/python tools/bench.py $(ARGS)
