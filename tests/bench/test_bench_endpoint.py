@@ -247,7 +247,7 @@ def test_what_a_chat_template_adds_may_be_cached_and_no_more():
 def test_a_template_that_could_not_be_measured_is_not_made_up():
     with (
         serving(Mock(fail_every=1)) as url,
-        pytest.raises(ConfigError, match="template adds is not known: .*I do not like this one"),
+        pytest.raises(ConfigError, match=r"template adds is not known: .*I do not like this one"),
     ):
         Endpoint(url, kind=EndpointType.CHAT)
 
