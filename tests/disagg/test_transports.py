@@ -218,6 +218,27 @@ def test_the_last_words_of_a_peer_arrive_whichever_of_its_streams_is_seen_to_end
         other.close()
 
 
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_a_peer_that_neither_speaks_nor_reads_any_more_is_lost_soon(
+    networks: list[Network], with_tls: bool
+) -> None:
+    server, client = (
+        Network(b"s", **contexts(side)) if with_tls else Network(b"s") for side in (0, 1)
+    )
+    networks += [server, client]
+    one, other = tcp_ends(server, client)
+    streams = [stream._transport for stream in one._streams]  # type: ignore[attr-defined]
+    client.call(lambda: [stream.pause_reading() for stream in streams])
+    for _ in range(20):
+        other.send(b"x" * 1_000_000)  # more than the sockets take
+    with socket.socket(fileno=os.dup(streams[0].get_extra_info("socket").fileno())) as half:
+        half.shutdown(socket.SHUT_WR)
+    end = time.monotonic() + 6
+    while other.alive:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_frames_beyond_the_limits_end_the_connection(networks: list[Network]) -> None:
     server, client = Network(b"s"), Network(b"s")
     networks += [server, client]

@@ -216,6 +216,8 @@ class _Stream(asyncio.BufferedProtocol):
             self._next(self._part)
 
     def eof_received(self) -> bool:
+        """The peer says no more; what it does not read either is not waited for."""
+        asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.drop)
         return False
 
     def write(self, data: bytes | memoryview) -> None:
