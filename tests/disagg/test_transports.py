@@ -233,7 +233,7 @@ def test_a_peer_that_neither_speaks_nor_reads_any_more_is_lost_soon(
         other.send(b"x" * 1_000_000)  # more than the sockets take
     with socket.socket(fileno=os.dup(streams[0].get_extra_info("socket").fileno())) as half:
         half.shutdown(socket.SHUT_WR)
-    end = time.monotonic() + 6
+    end = time.monotonic() + 30
     while other.alive:
         assert time.monotonic() < end
         time.sleep(0.01)
