@@ -14,7 +14,7 @@ from pools import MODEL, DecodePool, PrefillPool, kernels, make_request, tiny_sp
 
 from bifolio.disagg.handshake import agree, handed_writer, page_shape, page_spec
 from bifolio.disagg.identity import model_print
-from bifolio.disagg.messages import Hello, Role
+from bifolio.disagg.messages import Hello, Offer, Role
 from bifolio.errors import PairError
 from bifolio.formats import CacheFormat
 from bifolio.models.source import ORIGIN, ModelSource
@@ -183,3 +183,11 @@ def test_a_peer_that_never_gets_ready_is_given_up() -> None:
     pair.poll(2)
     assert pair.prefill.link.closed
     assert pair.decode.link.closed
+
+
+def test_offers_are_read_without_fields_of_later_builds_and_with_them() -> None:
+    offer = Offer(transfer=1, request=make_request("a", [1, 2]), deadline=3.0)
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(offer))
+    assert wire["request"].pop("timeout") is None  # `deadline` says it to builds that lack it
+    wire["request"]["of a later build"] = 1
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=Offer) == offer

@@ -22,6 +22,8 @@ import msgspec
 from bifolio.request import PrefillResult, Request
 
 PROTOCOL_VERSION = 1
+"""Raised when one side would misunderstand the other. That is not so of a field with a default that
+nothing is lost without: unknown ones are ignored."""
 
 
 class Role(StrEnum):
