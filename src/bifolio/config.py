@@ -27,8 +27,9 @@ the next is computed: of a prompt of 2,048 tokens, seven eighths have left when 
 MAX_WORKERS = 64
 """Most workers of a pool when it starts."""
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
+_UNITS |= {"tib": 2**40, "t": 2**40}  # memories of machines for which one plans
 
 
 def parse_bytes(text: str | int) -> int:
