@@ -18,6 +18,13 @@ settings.register_profile("soak", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long runs are not held to the time limit of short ones, however they are started."""
+    for item in items:
+        if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(0))
+
+
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
     """Commands that run within tests and fixtures set up logging for their process."""
