@@ -186,6 +186,8 @@ void bind_linear(nb::module_& m, nb::class_<Runtime>& runtime) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // An engine freezes its model for the garbage collector, so a process ends with weights alive.
+  nb::set_leak_warnings(false);
   m.doc() = "Native CPU kernels of bifolio";
   m.def("supported_isas", [] {
     std::vector<std::string> names;
