@@ -231,7 +231,8 @@ def test_chat_starts_a_server_of_its_own_and_leaves_none_behind(
 ) -> None:
     for module in ("structlog", "msgspec", "torch"):  # no file here may stand for a module of ours
         (tmp_path / f"{module}.py").write_text("raise SystemExit('imported from the folder')")
-    result = run("chat", str(folder), "-p", "the sea", "--json", "--max-tokens", "3", cwd=tmp_path)
+    asked = ("-p", "the sea", "--json", "--max-tokens", "3", "--temperature", "0")
+    result = run("chat", str(folder), *asked, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["completion_tokens"] == 3
     assert result.stderr == ""
