@@ -24,14 +24,18 @@ OPTIONS = (
 async def most_at_a_time(server: Server) -> tuple[int, float]:
     """Requests that the server computed together at most, and tokens that its cache holds."""
     most, tokens = 0, 0.0
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+        # Connections of its own: it must not queue behind the requests that it watches.
+        httpx.AsyncClient(base_url=server.url, timeout=60) as watcher,
+    ):
         body = {"prompt": [7] * PROMPT, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
         asked = [client.post("/v1/completions", json=body) for _ in range(REQUESTS)]
         answers = asyncio.gather(*asked)
         while not answers.done():
             metrics = dict(
                 line.rsplit(" ", 1)
-                for line in (await client.get("/metrics")).text.splitlines()
+                for line in (await watcher.get("/metrics")).text.splitlines()
                 if not line.startswith("#")
             )
             most = max(most, int(float(metrics["bifolio_num_requests_running"])))
