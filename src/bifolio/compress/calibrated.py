@@ -19,7 +19,6 @@ from torch import Tensor
 from bifolio.compress.awq import Fold, divisor, find_scales, folds
 from bifolio.compress.catalogue import catalogue
 from bifolio.compress.coded import Coded
-from bifolio.compress.files import DTYPES
 from bifolio.compress.gptq import gptq_codes
 from bifolio.compress.inputs import LayerRunner, Moments, Streams
 from bifolio.compress.job import Emit, RoundToNearest, emit_coded, numbers
@@ -30,6 +29,7 @@ from bifolio.compress.rtn import fit_grid, round_to_nearest
 from bifolio.compress.source import SourceModel
 from bifolio.formats import FP32
 from bifolio.kernels.tensor import QuantTensor
+from bifolio.models.shards import DTYPES
 from bifolio.models.tensors import LayerTensors, Matrix
 
 FEWEST = 64

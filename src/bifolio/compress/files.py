@@ -20,19 +20,9 @@ from torch import Tensor
 
 from bifolio.compress.coded import Stored
 from bifolio.compress.layout import ITEM_BYTES, Shard
-from bifolio.models.shards import INDEX
+from bifolio.models.shards import DTYPES, INDEX
 
 _ALIGN = 8
-DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-"""By the names of safetensors."""
 
 
 def header(tensors: Iterable[Stored]) -> tuple[bytes, dict[str, int]]:

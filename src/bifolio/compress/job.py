@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bifolio.compress.catalogue import Entry, catalogue
 from bifolio.compress.config import compressed_config
-from bifolio.compress.files import DTYPES, TensorFile, file_bytes, write_index, write_json
+from bifolio.compress.files import TensorFile, file_bytes, write_index, write_json
 from bifolio.compress.layout import OTHER, Piece, Unit, lay_out
 from bifolio.compress.recipe import Recipe
 from bifolio.compress.report import (
@@ -34,7 +34,7 @@ from bifolio.compress.report import (
 from bifolio.compress.rtn import round_to_nearest
 from bifolio.compress.source import SourceModel
 from bifolio.errors import ConfigError
-from bifolio.models.shards import INDEX
+from bifolio.models.shards import DTYPES, INDEX
 from bifolio.models.source import ORIGIN
 
 REPORT = "compress-report.json"

@@ -23,7 +23,7 @@ _READ_AT_ONCE = 32 << 20
 _READ_ALONE = 64 << 10
 """Tensors of up to so many bytes are not mapped: at a page fault the system reads megabytes around
 it, and checkpoints hold thousands of small tensors between large ones."""
-_READABLE = {
+DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -32,6 +32,7 @@ _READABLE = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+"""What can be read, by the names of safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class SafetensorsFolder:
         path = stored.path
         if 0 < stored.size <= _READ_ALONE:
             found = bytearray(self.piece(name, 0, stored.size))
-            return torch.frombuffer(found, dtype=_READABLE[stored.dtype]).view(stored.shape)
+            return torch.frombuffer(found, dtype=DTYPES[stored.dtype]).view(stored.shape)
         with _failing(path):
             if self._held is None or self._held[0] != path or self._read > _READ_AT_ONCE:
                 self._held, self._read = None, 0
@@ -129,10 +130,10 @@ def _header(path: Path) -> dict[str, _Stored]:
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in _READABLE:
+        if entry["dtype"] not in DTYPES:
             raise UnsupportedError(
                 f"{path.name}: tensor {name} is stored as {entry['dtype']}; "
-                f"only {', '.join(_READABLE)} can be read"
+                f"only {', '.join(DTYPES)} can be read"
             )
         first, last = entry["data_offsets"]
         at = 8 + size + first
