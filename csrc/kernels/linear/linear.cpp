@@ -89,7 +89,6 @@ class Product {
   Product(const LinearArgs& args, const Cut& cut)
       : a_(args),
         cut_(cut),
-        panels_(args.layout.panels()),
         panel_bytes_(args.layout.panel_bytes()),
         whole_(choose(args.layout, cut.size)),
         last_(choose(args.layout, cut.last_size)) {}
@@ -154,7 +153,7 @@ class Product {
 
   const LinearArgs& a_;
   const Cut& cut_;
-  int64_t panels_, panel_bytes_;
+  int64_t panel_bytes_;
   MultiplyFn whole_, last_;
 };
 
