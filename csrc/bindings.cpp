@@ -133,7 +133,7 @@ void bind_probes(nb::class_<Runtime>& runtime) {
 // A layout is made from the names of Python's side; std::invalid_argument would be our own mistake.
 WeightLayout make_layout(int64_t n, int64_t k, int64_t group, const std::string& codes,
                          const std::string& scales, bool offsets, bool zeros,
-                         bool int8_activations) {
+                         bool int8_activations, bool gated) {
   const auto index = [](const std::string& name, std::initializer_list<const char*> names) {
     const auto found = std::find(names.begin(), names.end(), name);
     if (found == names.end()) throw std::invalid_argument(name);
@@ -146,19 +146,20 @@ WeightLayout make_layout(int64_t n, int64_t k, int64_t group, const std::string&
           .scales = Scales{index(scales, {"none", "fp16", "bf16", "fp32", "block"})},
           .offsets = offsets,
           .zeros = zeros,
-          .int8_activations = int8_activations};
+          .int8_activations = int8_activations,
+          .gated = gated};
 }
 
 void bind_linear(nb::module_& m, nb::class_<Runtime>& runtime) {
   nb::class_<WeightLayout>(m, "WeightLayout")
       .def("__init__",
            [](WeightLayout* self, int64_t n, int64_t k, int64_t group, const std::string& codes,
-              const std::string& scales, bool offsets, bool zeros, bool int8_activations) {
+              const std::string& scales, bool offsets, bool zeros, bool int8_activations, bool gated) {
              new (self) WeightLayout(
-                 make_layout(n, k, group, codes, scales, offsets, zeros, int8_activations));
+                 make_layout(n, k, group, codes, scales, offsets, zeros, int8_activations, gated));
            },
            nb::arg("n"), nb::arg("k"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
-           nb::arg("offsets"), nb::arg("zeros"), nb::arg("int8_activations"))
+           nb::arg("offsets"), nb::arg("zeros"), nb::arg("int8_activations"), nb::arg("gated"))
       .def_prop_ro("packed_bytes", &WeightLayout::packed_bytes);
   {
     using A = PackArgs;
@@ -174,7 +175,7 @@ void bind_linear(nb::module_& m, nb::class_<Runtime>& runtime) {
     using A = LinearArgs;
     bind_kernel(runtime, "linear", &KernelTable::linear, FIELD(layout), FIELD(packed), FIELD(x),
                 FIELD(gain), FIELD(bias), FIELD(residual), FIELD(order), FIELD(y), FIELD(workspace),
-                FIELD(t), FIELD(eps), FIELD(gated));
+                FIELD(t), FIELD(eps));
   }
   {
     using A = LinearArgs;

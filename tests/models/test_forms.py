@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,13 +186,14 @@ def test_order_reaches_norms_and_gates_too() -> None:
     native, reference = NativeOps(2), ReferenceOps()
     gain = torch.rand(96) + 0.5
     for t in (1, 9):
-        x, pair = torch.randn(t, 96), torch.randn(t, 192)
-        for options, inputs in (({"norm": Norm(gain, 1e-5)}, x), ({"gated": True}, pair)):
-            ours = native.linear(inputs, native.prepare(weight), **options)
-            wanted = reference.linear(inputs, reference.prepare(weight), **options)
-            plain = reference.linear(
-                inputs, reference.prepare(encode(decode(weight), BF16)), **options
-            )
+        x = torch.randn(t, 96)
+        for gated in (False, True):
+            stored = replace(weight, gated=gated)
+            decoded = replace(encode(decode(weight), BF16), gated=gated)
+            norm = Norm(gain, 1e-5)
+            ours = native.linear(x, native.prepare(stored), norm=norm)
+            wanted = reference.linear(x, reference.prepare(stored), norm=norm)
+            plain = reference.linear(x, reference.prepare(decoded), norm=norm)
             assert (ours - wanted).abs().max() < 1e-4
             assert (wanted - plain).abs().max() < 0.05
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -216,14 +217,15 @@ def dense(values: torch.Tensor, fmt: str = "fp32") -> QuantTensor:
 def test_linear_norms_gates_and_adds_bias_and_residual() -> None:
     torch.manual_seed(5)
     w, bias, gain = torch.randn(3, 8), torch.randn(3), torch.rand(8)
-    x, pair, residual = torch.randn(4, 8), torch.randn(4, 16), torch.randn(4, 3)
+    x, residual = torch.randn(4, 8), torch.randn(4, 3)
     weight = OPS.prepare(dense(w), bias)
     normed = OPS.linear(x, weight, norm=Norm(gain, 1e-5), residual_tn=residual)
     want = torch.nn.functional.rms_norm(x, (8,), gain, 1e-5) @ w.T + bias + residual
     assert torch.allclose(normed, want, atol=1e-5)
-    gated = OPS.linear(pair, weight, gated=True)
-    gate, up = pair[:, :8], pair[:, 8:]
-    assert torch.allclose(gated, (gate * gate.sigmoid() * up) @ w.T + bias, atol=1e-5)
+    pairs = OPS.prepare(replace(dense(torch.cat((w, -2 * w))), gated=True))
+    product = x @ w.T
+    gated = OPS.linear(x, pairs)
+    assert torch.allclose(gated, product * product.sigmoid() * -2 * product, atol=1e-5)
 
 
 def test_bf16_weights_meet_activations_rounded_to_bf16() -> None:

@@ -7,7 +7,6 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 constexpr float kInt8Max = 127.0F;
-constexpr float kLog2E = 1.44269504F;
 
 using UintLanes [[gnu::vector_size(kLanes * 4)]] = uint32_t;
 
@@ -52,18 +51,6 @@ void norm_row(const float* x, const float* gain, float eps, int64_t k, float* y)
   const Lanes inverse = splat(1.0F / std::sqrt(sum / static_cast<float>(k) + eps));
   each_vector(k, [&](int64_t i, const auto& read) {
     store(y + i, read(gain + i) * (read(x + i) * inverse));
-  });
-}
-
-// x * sigmoid(x); the exponential is taken of what is not above 0, so nothing overflows.
-Lanes silu(Lanes x) {
-  const Lanes e = exp2_lanes(abs(x) * -kLog2E);
-  return x * ((x < 0 ? e : splat(1.0F)) / (e + 1.0F));
-}
-
-void gate_row(const float* x, int64_t k, float* y) {
-  each_vector(k, [&](int64_t i, const auto& read) {
-    store(y + i, silu(read(x + i)) * read(x + k + i));
   });
 }
 
@@ -215,8 +202,6 @@ void activate(const LinearArgs& a, const float* x, float* f) {
   const int64_t k = a.layout.k;
   if (a.gain) {
     norm_row(x, a.gain, a.eps, k, f);
-  } else if (a.gated) {
-    gate_row(x, k, f);
   } else {
     copy_row(x, k, f);
   }
@@ -259,9 +244,8 @@ void pack_block(const LinearArgs& args, const RowShape& shape, int64_t first, in
                 static_cast<std::size_t>((rows - count) * memory.pitch) * sizeof(int32_t));
   }
   for (int64_t i = args.layout.k; i < shape.k_padded; ++i) memory.f[i] = 0;
-  const int64_t width = args.layout.k * (args.gated ? 2 : 1);
   for (int64_t r = 0; r < count; ++r) {
-    const float* x = args.x + (first + r) * width;
+    const float* x = args.x + (first + r) * args.layout.k;
     int32_t* words = memory.rows + r * memory.pitch;
     if (args.order) {
       auto* natural = reinterpret_cast<float*>(words);

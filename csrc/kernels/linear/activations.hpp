@@ -1,4 +1,4 @@
-// What comes before the product: RMSNorm or silu(gate) * up, rounding, and the layout of RowBlock.
+// What comes before the product: RMSNorm, rounding, and the layout of RowBlock.
 #pragma once
 
 #include "kernels/linear/linear.hpp"

@@ -7,7 +7,18 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-int64_t WeightLayout::panels() const noexcept { return ceil_div(n, kPanel); }
+int64_t WeightLayout::panels() const noexcept {
+  return gated ? ceil_div(n / 2, kHalfPanel) : ceil_div(n, kPanel);
+}
+
+int64_t WeightLayout::channel(int64_t panel, int64_t c) const noexcept {
+  if (!gated) {
+    const int64_t channel = panel * kPanel + c;
+    return channel < n ? channel : -1;
+  }
+  const int64_t place = panel * kHalfPanel + c % kHalfPanel;
+  return place < n / 2 ? c / kHalfPanel * (n / 2) + place : -1;
+}
 
 int64_t WeightLayout::groups() const noexcept { return group ? ceil_div(k, group) : 1; }
 

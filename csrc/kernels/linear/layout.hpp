@@ -15,7 +15,8 @@
 // its even bytes, 1 and 3 its odd ones, so 8-bit and 4-bit codes widen to bf16 pairs by shifts.
 // int8 codes that meet int8 activations are stored + 128, because that product takes unsigned
 // weights. A weight without groups has one group; fp8 blocks are groups of 128 whose scale, the
-// same for all channels of a panel, is stored 16 times. Offsets are numbers to add, or with `zeros`
+// same for all channels of a panel, is stored 16 times. A panel of a gated weight is 16 gates and the
+// ups of the same places, so that one product makes both operands of silu(gate) * up. Offsets are numbers to add, or with `zeros`
 // zero points: codes that mean zero, which one half of 16 bits holds exactly where the number to add,
 // -zero * scale, would need more.
 #pragma once
@@ -25,6 +26,7 @@
 namespace bifolio {
 
 inline constexpr int64_t kPanel = 32;   // channels
+inline constexpr int64_t kHalfPanel = kPanel / 2;
 inline constexpr int64_t kQuad = 4;     // inputs
 inline constexpr int64_t kBlock = 128;  // side of an fp8 block
 inline constexpr int64_t kPart = 64;    // most inputs whose int8 activations share a scale
@@ -40,9 +42,12 @@ struct WeightLayout {
   bool offsets;
   bool zeros;  // offsets are zero points
   bool int8_activations;
+  bool gated;  // channels are gates, then as many ups
 
   // Defined outside the class so that no kernel file keeps a copy (see parallel.hpp).
   int64_t panels() const noexcept;
+  // Of place c of a panel, or -1 beyond n.
+  int64_t channel(int64_t panel, int64_t c) const noexcept;
   int64_t groups() const noexcept;
   int64_t group_quads() const noexcept;
   int64_t quads() const noexcept;  // of a row, padding included

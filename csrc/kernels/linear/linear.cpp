@@ -1,6 +1,7 @@
 #include "kernels/linear/linear.hpp"
 
 #include "kernels/linear/activations.hpp"
+#include "kernels/linear/gate.hpp"
 #include "kernels/linear/multiply.hpp"
 
 namespace bifolio::BIFOLIO_ISA {
@@ -104,44 +105,81 @@ class Product {
   // as many panels behind them come into the cache, an equal part of each with each block.
   void multiply(int64_t first, int64_t last, int64_t begin, int64_t end, uint8_t* packed) const {
     const int64_t step = ceil_div(kLineBytes, end - begin);
-    const int64_t ahead = (last - first) * panel_bytes_;
-    alignas(64) float out[kMaxRows * kPanel];
-    for (int64_t block = begin; block < end; ++block) {
-      const RowBlock rows =
-          view_block(cut_.shape, rows_of(block), packed + block * cut_.block_bytes);
-      const MultiplyFn multiply = block + 1 < cut_.blocks ? whole_ : last_;
-      const int64_t fetched = (block - begin) * (panel_bytes_ / kLineBytes * step);
+    for (int64_t b = begin; b < end; ++b) {
+      const Block block = view(b, packed);
+      const int64_t fetched = (b - begin) * (panel_bytes_ / kLineBytes * step);
+      const Fetched ahead{(last - first) * panel_bytes_ + fetched, step};
       for (int64_t panel = first; panel < last; ++panel) {
-        const uint8_t* weights = a_.packed + panel * panel_bytes_;
-        multiply(a_.layout, weights, {.start = weights + ahead + fetched, .step = step}, rows, out);
-        finish(panel, block, out);
+        if (a_.layout.gated) {
+          gate(panel, block, ahead);
+        } else {
+          put(panel, block, ahead);
+        }
       }
     }
   }
 
  private:
+  // A block of rows and what multiplies it, which may be made for more rows than there are.
+  struct Block {
+    MultiplyFn multiply;
+    RowBlock rows;
+    int64_t first, count;
+    bool whole;
+  };
+
+  // What is fetched during the product of a panel: its distance from the panel, and `Ahead::step`.
+  struct Fetched {
+    int64_t distance, step;
+  };
+
   int64_t rows_of(int64_t block) const {
     return kBlockRows[block + 1 < cut_.blocks ? cut_.size : cut_.last_size];
   }
 
-  // y = residual + (out + bias), in this order for whole and partial panels alike.
-  void finish(int64_t panel, int64_t block, float* out) const {
+  Block view(int64_t block, uint8_t* packed) const {
+    const int64_t rows = rows_of(block);
+    const int64_t first = block * cut_.rows;
+    const int64_t count = least(rows, a_.t - first);
+    return {.multiply = block + 1 < cut_.blocks ? whole_ : last_,
+            .rows = view_block(cut_.shape, rows, packed + block * cut_.block_bytes),
+            .first = first,
+            .count = count,
+            .whole = count == rows};
+  }
+
+  void run(int64_t panel, const Block& block, const Fetched& ahead, const Output& out) const {
+    const uint8_t* weights = a_.packed + panel * panel_bytes_;
+    block.multiply(a_.layout, weights, {.start = weights + ahead.distance, .step = ahead.step},
+                   block.rows, out);
+  }
+
+  static Output bare(float* y) {
+    return {.y = y, .pitch = kPanel, .bias = nullptr, .residual = nullptr};
+  }
+
+  void put(int64_t panel, const Block& block, const Fetched& ahead) const {
     const int64_t n = a_.layout.n;
     const int64_t channel = panel * kPanel;
+    const int64_t at = block.first * n + channel;
+    if (block.whole && channel + kPanel <= n) {
+      run(panel, block, ahead,
+          {.y = a_.y + at,
+           .pitch = n,
+           .bias = a_.bias ? a_.bias + channel : nullptr,
+           .residual = a_.residual ? a_.residual + at : nullptr});
+      return;
+    }
+    alignas(64) float out[kMaxRows * kPanel];
+    run(panel, block, ahead, bare(out));
     const int64_t width = least(kPanel, n - channel);
-    const int64_t first = block * cut_.rows;
-    const int64_t count = least(cut_.rows, a_.t - first);
-    for (int64_t r = 0; r < count; ++r, out += kPanel) {
-      const int64_t at = (first + r) * n + channel;
-      if (width == kPanel) {
-        add_and_store(out, at, channel, kPanel);
-      } else {
-        add_and_store(out, at, channel, width);
-      }
+    for (int64_t r = 0; r < block.count; ++r) {
+      put_part(out + r * kPanel, at + r * n, channel, width);
     }
   }
 
-  inline void add_and_store(float* out, int64_t at, int64_t channel, int64_t width) const {
+  // As `write` does it.
+  void put_part(float* out, int64_t at, int64_t channel, int64_t width) const {
     if (a_.bias) {
       for (int64_t c = 0; c < width; ++c) out[c] += a_.bias[channel + c];
     }
@@ -149,6 +187,23 @@ class Product {
       for (int64_t c = 0; c < width; ++c) out[c] += a_.residual[at + c];
     }
     std::memcpy(a_.y + at, out, static_cast<std::size_t>(width) * sizeof(float));
+  }
+
+  void gate(int64_t panel, const Block& block, const Fetched& ahead) const {
+    alignas(64) float out[kMaxRows * kPanel];
+    run(panel, block, ahead, bare(out));
+    const int64_t half = a_.layout.n / 2;
+    const int64_t channel = panel * kHalfPanel;
+    const int64_t width = least(kHalfPanel, half - channel);
+    if (a_.bias) {
+      for (int64_t r = 0; r < block.count; ++r) {
+        for (int64_t c = 0; c < width; ++c) {
+          out[r * kPanel + c] += a_.bias[channel + c];
+          out[r * kPanel + kHalfPanel + c] += a_.bias[half + channel + c];
+        }
+      }
+    }
+    gate_rows(out, block.count, width, a_.y + block.first * half + channel, half);
   }
 
   const LinearArgs& a_;

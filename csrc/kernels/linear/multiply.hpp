@@ -50,8 +50,33 @@ inline void fetch(Ahead& ahead, int64_t bytes) {
   }
 }
 
+// Where the results of a panel go, straight from the registers: row r to y + r * pitch.
+struct Output {
+  float* y;
+  int64_t pitch;
+  const float* bias;      // of the panel's channels; nullptr: none
+  const float* residual;  // rows at the pitch of y; nullptr: none
+};
+
+// y = residual + (total + bias)
+template <int R>
+inline void write(const Output& out, Lanes (&total)[R][kVectors]) {
+  if (out.bias) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Lanes bias = load(out.bias + v * kLanes);
+      for (int r = 0; r < R; ++r) total[r][v] = total[r][v] + bias;
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = r * out.pitch + v * kLanes;
+      store(out.y + at, out.residual ? total[r][v] + load(out.residual + at) : total[r][v]);
+    }
+  }
+}
+
 using MultiplyFn = void (*)(const WeightLayout& layout, const uint8_t* panel, Ahead ahead,
-                            const RowBlock& rows, float* out);  // out [R][32]
+                            const RowBlock& rows, const Output& out);
 
 struct NoScales {
   static constexpr bool kOffsets = false;
@@ -128,13 +153,16 @@ inline void add_offsets(const Header& header, const uint8_t* head, const int32_t
   }
 }
 
-// kManyParts: a group of the weight spans several scales of the activations.
-template <class Codes, class Header, bool kManyParts, int R>
+// What a scale of the weight spans: at most one scale of int8 activations, several, or all of a row.
+enum class Span { part, parts, row };
+
+template <class Codes, class Header, Span kSpan, int R>
 void multiply_bytes(const WeightLayout& layout, const uint8_t* panel, Ahead ahead,
-                    const RowBlock& rows, float* out) {
+                    const RowBlock& rows, const Output& out) {
+  constexpr bool kManyParts = kSpan != Span::part;
   const Codes codes(layout);
   const Header header(layout);
-  const int64_t groups = layout.groups();
+  const int64_t groups = kSpan == Span::row ? 1 : layout.groups();
   const int64_t group_quads = layout.group_quads();
   const int64_t part_quads = layout.part_quads();
   const int64_t header_bytes = layout.header_bytes();
@@ -179,14 +207,12 @@ void multiply_bytes(const WeightLayout& layout, const uint8_t* panel, Ahead ahea
       for (int v = 0; v < kVectors; ++v) total[r][v] = fma(s[v], product[r][v], total[r][v]);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(out + r * kPanel + v * kLanes, total[r][v]);
-  }
+  write<R>(out, total);
 }
 
 template <class Codes, class Header, int R>
 void multiply(const WeightLayout& layout, const uint8_t* panel, Ahead ahead, const RowBlock& rows,
-              float* out) {
+              const Output& out) {
   const Codes codes(layout);
   const Header header(layout);
   const int64_t groups = layout.groups();
@@ -227,9 +253,7 @@ void multiply(const WeightLayout& layout, const uint8_t* panel, Ahead ahead, con
     }
     if constexpr (Header::kOffsets) add_offsets<Header, R>(header, head, group_sums, total);
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(out + r * kPanel + v * kLanes, total[r][v]);
-  }
+  write<R>(out, total);
 }
 
 template <class Codes, class Header, int... R>
@@ -237,18 +261,21 @@ struct MultiplyTable {
   static constexpr MultiplyFn kFunctions[] = {multiply<Codes, Header, R>...};
 };
 
-template <class Codes, class Header, bool kManyParts, int... R>
+template <class Codes, class Header, Span kSpan, int... R>
 struct MultiplyBytesTable {
-  static constexpr MultiplyFn kFunctions[] = {multiply_bytes<Codes, Header, kManyParts, R>...};
+  static constexpr MultiplyFn kFunctions[] = {multiply_bytes<Codes, Header, kSpan, R>...};
 };
 
 // The kernel of the `size`-th entry of kBlockRows, for int8 activations.
 template <class Codes, class Header>
 inline MultiplyFn multiply_bytes_function(const WeightLayout& layout, int size) {
-  if (layout.part_quads() < layout.group_quads()) {
-    return MultiplyBytesTable<Codes, Header, true, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
+  if (layout.part_quads() >= layout.group_quads()) {
+    return MultiplyBytesTable<Codes, Header, Span::part, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
   }
-  return MultiplyBytesTable<Codes, Header, false, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
+  if (layout.group) {
+    return MultiplyBytesTable<Codes, Header, Span::parts, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
+  }
+  return MultiplyBytesTable<Codes, Header, Span::row, BIFOLIO_BLOCK_ROWS>::kFunctions[size];
 }
 
 // The kernel of the `size`-th entry of kBlockRows.

@@ -7,17 +7,15 @@
 namespace bifolio::BIFOLIO_ISA {
 namespace {
 
-constexpr int64_t kHalf = kPanel / 2;
-
-// Four inputs of one channel from canonical rows; what lies beyond n or k is zero.
+// Four inputs of one channel (-1: none) from canonical rows; what lies beyond n or k is zero.
 template <class Code>
 struct Rows {
   const uint8_t* codes;
-  int64_t n, k;
+  int64_t k;
 
   void quad(int64_t channel, int64_t input, Code (&out)[kQuad]) const {
     std::memset(out, 0, sizeof out);
-    if (channel >= n || input >= k) return;
+    if (channel < 0 || input >= k) return;
     const int64_t count = k - input < kQuad ? k - input : kQuad;
     const uint8_t* row = codes + channel * k * static_cast<int64_t>(sizeof(Code));
     std::memcpy(out, row + input * static_cast<int64_t>(sizeof(Code)),
@@ -33,7 +31,7 @@ uint32_t spread_nibbles(uint32_t nibbles) {
 
 // The same of one channel's nibbles; what lies beyond n or k is zero.
 uint32_t nibble_quad(const PackArgs& a, int64_t channel, int64_t input) {
-  if (channel >= a.layout.n || input >= a.layout.k) return 0;
+  if (channel < 0 || input >= a.layout.k) return 0;
   const int64_t row_bytes = (a.layout.k + 1) / 2;
   const int64_t left = a.layout.k - input;
   const uint8_t* p = a.codes + channel * row_bytes + input / 2;
@@ -45,14 +43,16 @@ uint32_t nibble_quad(const PackArgs& a, int64_t channel, int64_t input) {
 // The lines of one group, channel by channel: each reads its row on, and the lines of a group stay
 // in the first cache until all channels have been there.
 
-void pack_int4(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
+void pack_int4(const PackArgs& a, int64_t panel, int64_t input, int64_t quads, uint8_t* lines) {
   constexpr int64_t kLine = 64;
   const int64_t row_bytes = (a.layout.k + 1) / 2;
-  const bool whole = input + quads * kQuad <= a.layout.k && channel + kPanel <= a.layout.n;
-  for (int64_t c = 0; c < kHalf; ++c) {
+  for (int64_t c = 0; c < kHalfPanel; ++c) {
     uint8_t* out = lines + 4 * c;
-    const uint8_t* low = a.codes + (channel + c) * row_bytes + input / 2;
-    const uint8_t* high = low + kHalf * row_bytes;
+    const int64_t first = a.layout.channel(panel, c);
+    const int64_t second = a.layout.channel(panel, c + kHalfPanel);
+    const bool whole = input + quads * kQuad <= a.layout.k && first >= 0 && second >= 0;
+    const uint8_t* low = a.codes + first * row_bytes + input / 2;
+    const uint8_t* high = a.codes + second * row_bytes + input / 2;
     for (int64_t q = 0; q < quads; ++q, out += kLine) {
       uint32_t word;
       if (whole) {
@@ -62,7 +62,7 @@ void pack_int4(const PackArgs& a, int64_t channel, int64_t input, int64_t quads,
         word = spread_nibbles(codes[0]) | spread_nibbles(codes[1]) << 4;
       } else {
         const int64_t at = input + q * kQuad;
-        word = nibble_quad(a, channel + c, at) | nibble_quad(a, channel + c + kHalf, at) << 4;
+        word = nibble_quad(a, first, at) | nibble_quad(a, second, at) << 4;
       }
       std::memcpy(out, &word, 4);
     }
@@ -71,29 +71,30 @@ void pack_int4(const PackArgs& a, int64_t channel, int64_t input, int64_t quads,
 
 // put(line of a quad, channel, four codes) for all channels and quads of a group.
 template <class Code, class Put>
-void each_quad(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines,
+void each_quad(const PackArgs& a, int64_t panel, int64_t input, int64_t quads, uint8_t* lines,
                const Put& put) {
-  const Rows<Code> rows{a.codes, a.layout.n, a.layout.k};
+  const Rows<Code> rows{a.codes, a.layout.k};
   const int64_t line_bytes = a.layout.quad_bytes();
   for (int64_t c = 0; c < kPanel; ++c) {
+    const int64_t channel = a.layout.channel(panel, c);
     for (int64_t q = 0; q < quads; ++q) {
       Code quad[kQuad];
-      rows.quad(channel + c, input + q * kQuad, quad);
+      rows.quad(channel, input + q * kQuad, quad);
       put(lines + q * line_bytes, c, quad);
     }
   }
 }
 
-void pack_bytes(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
+void pack_bytes(const PackArgs& a, int64_t panel, int64_t input, int64_t quads, uint8_t* lines) {
   const uint8_t flip = a.layout.int8_activations ? 0x80 : 0;
-  each_quad<uint8_t>(a, channel, input, quads, lines,
+  each_quad<uint8_t>(a, panel, input, quads, lines,
                      [flip](uint8_t* line, int64_t c, const uint8_t (&quad)[kQuad]) {
                        for (int64_t j = 0; j < kQuad; ++j) line[4 * c + j] = quad[j] ^ flip;
                      });
 }
 
-void pack_bf16(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
-  each_quad<uint16_t>(a, channel, input, quads, lines,
+void pack_bf16(const PackArgs& a, int64_t panel, int64_t input, int64_t quads, uint8_t* lines) {
+  each_quad<uint16_t>(a, panel, input, quads, lines,
                       [](uint8_t* line, int64_t c, const uint16_t (&quad)[kQuad]) {
                         auto* out = reinterpret_cast<uint16_t*>(line);
                         for (int64_t j = 0; j < kQuad; ++j) {
@@ -102,8 +103,8 @@ void pack_bf16(const PackArgs& a, int64_t channel, int64_t input, int64_t quads,
                       });
 }
 
-void pack_fp32(const PackArgs& a, int64_t channel, int64_t input, int64_t quads, uint8_t* lines) {
-  each_quad<float>(a, channel, input, quads, lines,
+void pack_fp32(const PackArgs& a, int64_t panel, int64_t input, int64_t quads, uint8_t* lines) {
+  each_quad<float>(a, panel, input, quads, lines,
                    [](uint8_t* line, int64_t c, const float (&quad)[kQuad]) {
                      auto* out = reinterpret_cast<float*>(line);
                      for (int64_t j = 0; j < kQuad; ++j) out[j * kPanel + c] = quad[j];
@@ -118,9 +119,8 @@ void pack_scales(const PackArgs& a, const uint8_t* source, int64_t panel, int64_
   const int64_t count = a.layout.scale_bytes() / size;
   std::memset(header, 0, static_cast<std::size_t>(a.layout.scale_bytes()));
   for (int64_t c = 0; c < count; ++c) {
-    const int64_t channel = panel * kPanel + c;
-    if (!block && channel >= a.layout.n) return;
-    const int64_t row = block ? panel * kPanel / kBlock : channel;
+    const int64_t row = block ? panel * kPanel / kBlock : a.layout.channel(panel, c);
+    if (row < 0) continue;
     std::memcpy(header + c * size, source + (row * a.scale_stride + group) * size,
                 static_cast<std::size_t>(size));
   }
@@ -135,14 +135,13 @@ void pack_panel(const PackArgs& a, int64_t panel) {
     if (a.scales) pack_scales(a, a.scales, panel, group, out);
     if (a.offsets) pack_scales(a, a.offsets, panel, group, out + layout.scale_bytes());
     out += layout.header_bytes();
-    const int64_t channel = panel * kPanel;
     const int64_t input = group * quads * kQuad;
     switch (layout.codes) {
-      case Codes::int4: pack_int4(a, channel, input, quads, out); break;
+      case Codes::int4: pack_int4(a, panel, input, quads, out); break;
       case Codes::int8:
-      case Codes::fp8: pack_bytes(a, channel, input, quads, out); break;
-      case Codes::bf16: pack_bf16(a, channel, input, quads, out); break;
-      case Codes::fp32: pack_fp32(a, channel, input, quads, out); break;
+      case Codes::fp8: pack_bytes(a, panel, input, quads, out); break;
+      case Codes::bf16: pack_bf16(a, panel, input, quads, out); break;
+      case Codes::fp32: pack_fp32(a, panel, input, quads, out); break;
     }
     out += quads * line_bytes;
   }
@@ -171,7 +170,7 @@ float read_code(const WeightLayout& layout, const uint8_t* line, int64_t c, int6
   float full;
   switch (layout.codes) {
     case Codes::int4: {
-      const int nibble = line[4 * (c % kHalf) + j] >> (c / kHalf * 4) & 15;
+      const int nibble = line[4 * (c % kHalfPanel) + j] >> (c / kHalfPanel * 4) & 15;
       return static_cast<float>(layout.offsets ? nibble : nibble - 8);
     }
     case Codes::int8: {

@@ -11,7 +11,7 @@ from torch import Tensor
 from bifolio.formats import CACHE_FP32, WeightFormat
 from bifolio.kernels.decode import decode
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight
-from bifolio.kernels.pointwise import rms_norm
+from bifolio.kernels.pointwise import rms_norm, swiglu
 from bifolio.kernels.reference import ReferenceOps
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.layers.decoder import DecoderLayer
@@ -122,20 +122,18 @@ class _WatchedOps(ReferenceOps):
         weight: Weight,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
         residual_tn: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(weight, _LazyWeight)
         if norm is not None:
             x_tk = rms_norm(x_tk, norm)
-        if gated:
-            gate, up = x_tk.chunk(2, dim=-1)
-            x_tk = torch.nn.functional.silu(gate) * up
         if watcher := self.watch.get(id(weight)):
             watcher(x_tk)
         y_tn = x_tk @ decode(weight.stored).T
         if weight.bias_n is not None:
             y_tn = y_tn + weight.bias_n
+        if weight.stored.gated:
+            return swiglu(y_tn)
         return y_tn if residual_tn is None else residual_tn + y_tn
 
 

@@ -22,7 +22,6 @@ class GroupedOps(ABC):
         weight: Weight,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
         residual_tn: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.linear`."""
@@ -34,12 +33,11 @@ class GroupedOps(ABC):
         groups: Groups,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
     ) -> Tensor:
         """See `Ops.grouped_linear`. Rows of a group lie together, so no row is copied for it."""
         return torch.cat(
             [
-                self.linear(x_sk[start:end], weights[member], norm=norm, gated=gated)
+                self.linear(x_sk[start:end], weights[member], norm=norm)
                 for member, (start, end) in zip(
                     groups.members, pairwise(groups.borders), strict=True
                 )

@@ -36,12 +36,11 @@ class NativeGroupedOps(PageOps):
         groups: Groups,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
     ) -> Tensor:
         """See `Ops.grouped_linear`. Each group's rows go in and out in place, without a copy."""
-        assert x_sk.is_contiguous() and not (gated and norm)
+        assert x_sk.is_contiguous()
         own = [_native_weight(weights[member]) for member in groups.members]
-        y_sn = self._arena.take(x_sk.shape[0], own[0].n)
+        y_sn = self._arena.take(x_sk.shape[0], own[0].width)
         spans = list(pairwise(groups.borders))
         sizes = [
             self._runtime.linear_workspace(one.layout, end - start)
@@ -52,7 +51,7 @@ class NativeGroupedOps(PageOps):
         x, y = x_sk.data_ptr(), y_sn.data_ptr()
         gain, eps = (0, 0.0) if norm is None else (norm.gain_h.data_ptr(), norm.eps)
         for one, (start, end) in zip(self._called_in(own), spans, strict=True):
-            assert x_sk.shape[1] == one.k * (2 if gated else 1) and one.n == y_sn.shape[1]
+            assert x_sk.shape[1] == one.k and one.width == y_sn.shape[1]
             self._runtime.linear(
                 layout=one.layout,
                 packed=one.packed.data_ptr(),
@@ -65,7 +64,6 @@ class NativeGroupedOps(PageOps):
                 workspace=workspace,
                 t=end - start,
                 eps=eps,
-                gated=gated,
             )
         return y_sn
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bifolio.formats import Number, Scaling, WeightFormat
+from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
 from bifolio.kernels.arena import Arena
 from bifolio.kernels.mapped import MappedRecord
 from bifolio.kernels.memory import Region
@@ -18,7 +18,6 @@ from bifolio.kernels.tensor import QuantTensor
 if TYPE_CHECKING:
     from bifolio import _native
 
-_FP8_BLOCK_GROUP = 128
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -33,12 +32,14 @@ class Packing:
     """Their type: none, fp16, bf16, fp32 or block."""
     zeros: bool
     """Whether offsets are zero points."""
+    gated: bool
+    """Whether rows are gates, then as many ups."""
 
     @classmethod
     def of(cls, weight: QuantTensor) -> Packing:
         """How a weight is going to be packed."""
         zeros = weight.offsets is not None and weight.offsets.dtype is torch.uint8
-        return cls(weight.format, weight.n, weight.k, _scale_type(weight), zeros)
+        return cls(weight.format, weight.n, weight.k, _scale_type(weight), zeros, weight.gated)
 
     def layout(self) -> _native.WeightLayout:
         from bifolio import _native
@@ -47,12 +48,13 @@ class Packing:
         return _native.WeightLayout(
             n=self.n,
             k=self.k,
-            group=_FP8_BLOCK_GROUP if fmt.scaling is Scaling.BLOCK else fmt.group,
+            group=FP8_BLOCK if fmt.scaling is Scaling.BLOCK else fmt.group,
             codes=str(fmt.number),
             scales=self.scales,
             offsets=fmt.zero_points,
             zeros=self.zeros,
             int8_activations=fmt.int8_activations,
+            gated=self.gated,
         )
 
 
@@ -70,6 +72,7 @@ class NativeWeight:
     packed: Tensor
     bias_n: Tensor | None = None
     order_k: Tensor | None = None
+    gated: bool = False
     record: MappedRecord | None = None
 
     @property
@@ -78,6 +81,11 @@ class NativeWeight:
             return 0
         beside = (part.nbytes for part in (self.bias_n, self.order_k) if part is not None)
         return self.packed.nbytes + sum(beside)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a result."""
+        return self.n // 2 if self.gated else self.n
 
 
 class LinearOps:
@@ -94,13 +102,15 @@ class LinearOps:
         self.pack(weight, layout, packed)
         bias = None if bias_n is None else bias_n.to(torch.float32).contiguous()
         order = None if weight.order_k is None else weight.order_k.contiguous()
-        return NativeWeight(weight.format, weight.n, weight.k, layout, packed, bias, order)
+        return NativeWeight(
+            weight.format, weight.n, weight.k, layout, packed, bias, order, weight.gated
+        )
 
     def pack(self, weight: QuantTensor, layout: _native.WeightLayout, packed: Tensor) -> None:
         """Write a weight into `layout.packed_bytes` bytes, aligned to 64."""
         codes, scales, offsets = (
             None if part is None else part.contiguous()
-            for part in (weight.codes, _spread_tensor_scale(weight), _half_offsets(weight))
+            for part in (weight.codes, _spread_scales(weight), _half_offsets(weight))
         )
         assert codes is not None
         self._runtime.pack(
@@ -115,6 +125,7 @@ class LinearOps:
     def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
         own = _own(table)
         assert own.order_k is None, "rows of a table in another order of columns"
+        assert not own.gated
         y = self._arena.take(ids_t.shape[0], own.k)
         self._runtime.embedding(
             layout=own.layout,
@@ -131,15 +142,14 @@ class LinearOps:
         weight: Weight,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
         residual_tn: Tensor | None = None,
     ) -> Tensor:
         own = _own(weight)
         t = x_tk.shape[0]
-        assert x_tk.shape[1] == own.k * (2 if gated else 1), (x_tk.shape, own.k, gated)
-        assert x_tk.is_contiguous() and not (gated and norm)
-        assert residual_tn is None or residual_tn.is_contiguous()
-        y = self._arena.take(t, own.n)
+        assert x_tk.shape[1] == own.k, (x_tk.shape, own.k)
+        assert x_tk.is_contiguous()
+        assert residual_tn is None or (residual_tn.is_contiguous() and not own.gated)
+        y = self._arena.take(t, own.width)
         workspace = self._arena.take(
             self._runtime.linear_workspace(own.layout, t), dtype=torch.uint8
         )
@@ -155,7 +165,6 @@ class LinearOps:
             workspace=workspace.data_ptr(),
             t=t,
             eps=0.0 if norm is None else norm.eps,
-            gated=gated,
         )
         return y
 
@@ -177,7 +186,7 @@ def _scale_type(weight: QuantTensor) -> str:
     match fmt.scaling:
         case Scaling.NONE:
             return "none"
-        case Scaling.BLOCK:
+        case Scaling.BLOCK if not weight.gated:
             return "block"
         case _ if fmt.number is Number.FP8:
             return "fp32"
@@ -194,11 +203,17 @@ def _half_offsets(weight: QuantTensor) -> Tensor | None:
     return weight.offsets.to(weight.scales.dtype)
 
 
-def _spread_tensor_scale(weight: QuantTensor) -> Tensor | None:
-    """Scales as the packer reads them: one for a whole tensor becomes one per channel."""
+def _spread_scales(weight: QuantTensor) -> Tensor | None:
+    """Scales as the packer reads them: those of a whole tensor become one per channel.
+
+    Those of blocks too if the weight is gated: a panel then holds channels of two blocks.
+    """
     if weight.format.scaling is Scaling.TENSOR:
         assert weight.scales is not None
         return weight.scales.expand(weight.n)
+    if weight.format.scaling is Scaling.BLOCK and weight.gated:
+        assert weight.scales is not None
+        return weight.scales.repeat_interleave(FP8_BLOCK, dim=0)[: weight.n]
     return weight.scales
 
 

@@ -111,13 +111,13 @@ class Ops(Protocol):
         weight: Weight,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
         residual_tn: Tensor | None = None,
     ) -> Tensor:
         """y = f(x) Wᵀ + bias + residual: float32 [t, n].
 
-        f is the identity; with `norm`, RMSNorm; with `gated`, x is [t, 2k], gate beside up, and
-        f(x) = silu(gate) * up. bf16 weights meet f(x) rounded to bf16 and sum in float32;
+        f is the identity, or with `norm` RMSNorm. Of a gated weight the first half of f(x) Wᵀ +
+        bias are gates, the second are ups, and y = silu(gate) * up: [t, n / 2], without residual.
+        bf16 weights meet f(x) rounded to bf16 and sum in float32;
         `:a8` weights meet f(x) as int8, one scale per token and `format.activation_group` inputs:
         absmax / 127, codes f(x) times 127 / absmax, half to even.
         """
@@ -130,9 +130,8 @@ class Ops(Protocol):
         groups: Groups,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
     ) -> Tensor:
-        """`linear` of each row with the weight of its group: float32 [s, n].
+        """`linear` of each row with the weight of its group: float32 [s, n], or [s, n / 2].
 
         Weights without rows are not read. A row's result does not depend on its group's others.
         CheckpointError for a weight that is mapped from a file and is not what was written.

@@ -1,4 +1,4 @@
-"""Norms and rotations in torch, as the reference defines them."""
+"""Norms, gates and rotations in torch, as the reference defines them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """RMSNorm over the last dimension (Zhang & Sennrich 2019), in float32."""
     x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
     return norm.gain_h * x
+
+
+def swiglu(x_tn: Tensor) -> Tensor:
+    """silu of the first half of each row times its second (Shazeer 2020): [t, n / 2]."""
+    gate, up = x_tn.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def rotate(x_thd: Tensor, cos_sin_tr: Tensor, *, interleaved: bool = False) -> Tensor:

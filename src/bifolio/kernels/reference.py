@@ -14,7 +14,7 @@ from bifolio.kernels.decode import decode
 from bifolio.kernels.grouped import GroupedOps
 from bifolio.kernels.latent import LatentOps, slots
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight, unwatched
-from bifolio.kernels.pointwise import rms_norm, rotate
+from bifolio.kernels.pointwise import rms_norm, rotate, swiglu
 from bifolio.kernels.tensor import QuantTensor
 
 _INT8_MAX = 127.0
@@ -32,6 +32,7 @@ class ReferenceWeight:
     matrix_nk: Tensor
     bias_n: Tensor | None
     order_k: Tensor | None = None
+    gated: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +51,7 @@ class ReferenceOps(GroupedOps, LatentOps):
         matrix = decode(replace(weight, order_k=None))
         if matrix.data_ptr() == weight.codes.data_ptr():  # the QuantTensor may lie in a file
             matrix = matrix.clone(memory_format=torch.contiguous_format)
-        return ReferenceWeight(weight.format, weight.n, weight.k, matrix, bias, order)
+        return ReferenceWeight(weight.format, weight.n, weight.k, matrix, bias, order, weight.gated)
 
     def embedding(self, ids_t: Tensor, table: Weight) -> Tensor:
         own = _own(table)
@@ -63,20 +64,18 @@ class ReferenceOps(GroupedOps, LatentOps):
         weight: Weight,
         *,
         norm: Norm | None = None,
-        gated: bool = False,
         residual_tn: Tensor | None = None,
     ) -> Tensor:
         own = _own(weight)
         if norm is not None:
             x_tk = rms_norm(x_tk, norm)
-        if gated:
-            gate, up = x_tk.chunk(2, dim=-1)
-            x_tk = torch.nn.functional.silu(gate) * up
         if own.order_k is not None:
             x_tk = x_tk[:, own.order_k]
         y_tn = round_activations(x_tk, own.format) @ own.matrix_nk.T
         if own.bias_n is not None:
             y_tn = y_tn + own.bias_n
+        if own.gated:
+            return swiglu(y_tn)
         return y_tn if residual_tn is None else residual_tn + y_tn
 
     def rope_store(

@@ -33,6 +33,8 @@ class QuantTensor:
 
     Columns may stand in another order than the inputs, so that those that share a scale lie
     together: column j then meets input `order_k[j]`, int32 [k].
+
+    The first half of the rows of a gated matrix are gates, the second are ups (`Ops.linear`).
     """
 
     format: WeightFormat
@@ -42,3 +44,4 @@ class QuantTensor:
     scales: Tensor | None = None
     offsets: Tensor | None = None
     order_k: Tensor | None = None
+    gated: bool = False

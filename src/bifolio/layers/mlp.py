@@ -15,10 +15,10 @@ class GatedMLP:
 
     norm: Norm
     gate_up: Weight
-    """Gate and up in one matrix [2 * intermediate, h]."""
+    """Gate and up in one gated matrix [2 * intermediate, h]."""
     down: Weight
 
     def __call__(self, ops: Ops, x_th: Tensor) -> Tensor:
         """Float32 [t, h]."""
-        gate_up = ops.linear(x_th, self.gate_up, norm=self.norm)
-        return ops.linear(gate_up, self.down, gated=True, residual_tn=x_th)
+        hidden = ops.linear(x_th, self.gate_up, norm=self.norm)
+        return ops.linear(hidden, self.down, residual_tn=x_th)

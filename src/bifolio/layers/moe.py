@@ -74,7 +74,7 @@ class MoE:
     norm: Norm
     router: Router
     gate_up: tuple[Weight, ...]
-    """Gate and up of each expert in one matrix [2 * intermediate, h]."""
+    """Gate and up of each expert in one gated matrix [2 * intermediate, h]."""
     down: tuple[Weight, ...]
     shared: GatedMLP | None
     """What every token goes through, with the same norm."""
@@ -85,8 +85,8 @@ class MoE:
         groups, order_s = _by_expert(chosen_tr)
         top_k = self.router.top_k
         x_sh = ops.gather(x_th, (order_s // top_k).to(torch.int32))
-        gate_up = ops.grouped_linear(x_sh, self.gate_up, groups, norm=self.norm)
-        out_sh = ops.grouped_linear(gate_up, self.down, groups, gated=True)
+        hidden = ops.grouped_linear(x_sh, self.gate_up, groups, norm=self.norm)
+        out_sh = ops.grouped_linear(hidden, self.down, groups)
         place_tr = order_s.argsort().view(-1, top_k)
         y_th = x_th if self.shared is None else self.shared(ops, x_th)
         for rank in range(top_k):

@@ -35,7 +35,7 @@ from bifolio.kernels.native import NativeOps
 from bifolio.kernels.native_linear import NativeWeight, Packing
 from bifolio.kernels.tensor import QuantTensor
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Of packed weights (`csrc/kernels/linear/layout.hpp`) and of these files."""
 
 _ORDER_BYTES = 4
@@ -57,6 +57,7 @@ class _Part:
             "k": p.k,
             "scales": p.scales,
             "zeros": p.zeros,
+            "gated": p.gated,
             "at": self.at,
             "order_at": self.order_at,
         }
@@ -64,7 +65,7 @@ class _Part:
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> _Part:
         fmt = WeightFormat.parse(line["format"])
-        packing = Packing(fmt, line["n"], line["k"], line["scales"], line["zeros"])
+        packing = Packing(fmt, line["n"], line["k"], line["scales"], line["zeros"], line["gated"])
         return cls(packing, line["at"], line["order_at"])
 
 
@@ -166,7 +167,16 @@ class ExpertFiles:
                 stored = file.view(entry.start + part.order_at, p.k * _ORDER_BYTES)
                 order = stored.view(torch.int32)
             weights.append(
-                NativeWeight(p.format, p.n, p.k, layout, packed, order_k=order, record=record)
+                NativeWeight(
+                    p.format,
+                    p.n,
+                    p.k,
+                    layout,
+                    packed,
+                    order_k=order,
+                    gated=p.gated,
+                    record=record,
+                )
             )
         return weights
 

@@ -66,4 +66,4 @@ def gated(at: str, hidden: int, width: int, *, bias: bool = False) -> tuple[Matr
     """Gate beside up, and down, of a gated MLP of that width whose names begin with `at`."""
     gate_up = tuple((f"{at}.{part}_proj", width) for part in ("gate", "up"))
     down = ((f"{at}.down_proj", hidden),)
-    return Matrix(gate_up, hidden, bias=bias), Matrix(down, width, bias=bias)
+    return Matrix(gate_up, hidden, bias=bias, gated=True), Matrix(down, width, bias=bias)

@@ -24,7 +24,8 @@ def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:
     if replace(weight.format, int8_activations=wanted.int8_activations) == wanted:
         return replace(weight, format=wanted)
     is_float = weight.format.number in (Number.BF16, Number.FP32)
-    return encode(weight.codes if is_float else decode(weight), wanted)
+    encoded = encode(weight.codes if is_float else decode(weight), wanted)
+    return replace(encoded, gated=weight.gated)
 
 
 def stack(parts: list[QuantTensor]) -> QuantTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -146,7 +147,8 @@ class WeightReader:
             raise CheckpointError(f"{', '.join(names)}: {error}") from error
 
     def _stored(self, matrix: Matrix) -> QuantTensor:
-        return stack([self._checkpoint.matrix(f"{name}.weight") for name, _ in matrix.parts])
+        stacked = stack([self._checkpoint.matrix(f"{name}.weight") for name, _ in matrix.parts])
+        return replace(stacked, gated=matrix.gated)
 
     def _take_in(
         self, stored: QuantTensor, bias_n: Tensor | None, wish: WeightFormat | None

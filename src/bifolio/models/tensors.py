@@ -10,12 +10,14 @@ from dataclasses import dataclass
 class Matrix:
     """A weight [n, k]: tensors `<part>.weight` of [rows, k], one below the other.
 
-    With `bias`, each part has a `<part>.bias` of [rows] too.
+    With `bias`, each part has a `<part>.bias` of [rows] too. With `gated`, the first part are gates
+    and the second ups.
     """
 
     parts: tuple[tuple[str, int], ...]
     k: int
     bias: bool = False
+    gated: bool = False
 
     @property
     def n(self) -> int:
