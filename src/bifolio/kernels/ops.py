@@ -8,9 +8,10 @@ row; tensor names end in their shape: t tokens, h hidden, n and k a weight's sid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bifolio.formats import WeightFormat
@@ -70,8 +71,32 @@ class Batch:
     context_len_r: Tensor
     block_table_rp: Tensor
     logits_index_l: Tensor
-    """Indices into t of the tokens whose logits are wanted."""
+    """Indices into t of the tokens whose logits are wanted, in rising order."""
     max_context: int
+
+    def wanted(self) -> Batch | None:
+        """Those tokens as a batch of their own, over the same pages.
+
+        None if they are all tokens, or not the last ones of their rows.
+        """
+        index_l = self.logits_index_l.long()
+        if index_l.numel() == self.token_ids_t.numel():
+            return None
+        row_l = self.row_of_token_t[index_l].long()
+        counts_r = row_l.bincount(minlength=self.context_len_r.numel())
+        end_r = counts_r.cumsum(0)
+        before_end_l = end_r[row_l] - torch.arange(index_l.numel())
+        positions_l = self.positions_t[index_l]
+        if not torch.equal(positions_l, self.context_len_r[row_l] - before_end_l):
+            return None
+        return replace(
+            self,
+            token_ids_t=self.token_ids_t[index_l],
+            positions_t=positions_l,
+            row_of_token_t=self.row_of_token_t[index_l],
+            query_start_r1=torch.cat((end_r.new_zeros(1), end_r)).to(torch.int32),
+            logits_index_l=torch.arange(index_l.numel(), dtype=torch.int32),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,19 @@ class DecoderLayer:
     attention: Attention | MLAttention
     mlp: GatedMLP | MoE
 
-    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
-        y_th = self.attention(ops, x_th, run, cache)
+    def __call__(
+        self,
+        ops: Ops,
+        x_th: Tensor,
+        run: ForwardPass,
+        cache: LayerCache,
+        wanted: Batch | None = None,
+    ) -> Tensor:
+        """Float32 [t, h], with `wanted` (from `Batch.wanted`) of those tokens alone."""
+        y_th = self.attention(ops, x_th, run, cache, wanted)
         ops.pulse()
+        if not len(y_th):
+            return y_th
         y_th = self.mlp(ops, y_th)
         ops.pulse()
         return y_th
@@ -43,6 +53,12 @@ class Decoder:
         """Logits of the tokens that `batch.logits_index_l` names: float32 [l, vocab]."""
         x_th = ops.embedding(batch.token_ids_t, self.embedding)
         run = ForwardPass(batch, self.cos_sin_pd)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        *layers, last = self.layers
+        for layer, cache in zip(layers, caches, strict=False):
             x_th = layer(ops, x_th, run, cache)
-        return ops.linear(ops.gather(x_th, batch.logits_index_l), self.head, norm=self.norm)
+        # Behind the keys and values of the last layer, only those tokens matter.
+        wanted = batch.wanted()
+        x_lh = last(ops, x_th, run, caches[-1], wanted)
+        if wanted is None:
+            x_lh = ops.gather(x_lh, batch.logits_index_l)
+        return ops.linear(x_lh, self.head, norm=self.norm)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bifolio.kernels.ops import Groups, LayerCache, Norm, Ops, Weight
+from bifolio.kernels.ops import Batch, Groups, LayerCache, Norm, Ops, Weight
 from bifolio.layers.forward import ForwardPass
 from bifolio.layers.indexer import SparseIndexer
 from bifolio.spec import MLASpec
@@ -41,8 +41,18 @@ class MLAttention:
     indexer: SparseIndexer | None = None
     """Set in layers that choose the positions that attention sees, for those behind them too."""
 
-    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
-        """Float32 [t, h]; stores the latents of the batch before it reads any."""
+    def __call__(
+        self,
+        ops: Ops,
+        x_th: Tensor,
+        run: ForwardPass,
+        cache: LayerCache,
+        wanted: Batch | None = None,
+    ) -> Tensor:
+        """Float32 [t, h]; stores the latents of the batch before it reads any.
+
+        With `wanted` (from `Batch.wanted`) the result is of those tokens alone.
+        """
         batch, cos_sin_pd = run.batch, run.cos_sin_pd
         shape, heads, pairs = self.shape, len(self.k_up), self.shape.rope_interleaved
         low = x_th if self.q_a is None else ops.linear(x_th, self.q_a, norm=self.norm)
@@ -54,7 +64,16 @@ class MLAttention:
         ops.latent_store(kv, batch, cache, cos_sin_pd, norm=self.kv_norm, interleaved=pairs)
         if self.indexer is not None:
             run.chosen_tk = self.indexer(ops, x_th, low, self.norm, self.q_norm, run, cache)
-        latent_thc = ops.latent_attention(q_thr, batch, cache, self.scale, run.chosen_tk)
+        chosen_tk = run.chosen_tk
+        if wanted is not None:
+            index_l = batch.logits_index_l.long()
+            x_th = x_th[index_l]
+            if not len(x_th):
+                return x_th
+            q_thr = q_thr[index_l]
+            chosen_tk = None if chosen_tk is None else chosen_tk[index_l]
+            batch = wanted
+        latent_thc = ops.latent_attention(q_thr, batch, cache, self.scale, chosen_tk)
         values = _by_head(ops, latent_thc, self.v_up).flatten(1)
         return ops.linear(values, self.output, residual_tn=x_th)
 

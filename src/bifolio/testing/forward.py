@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -42,14 +43,26 @@ class PagedRun:
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
-    def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Compute the next tokens of some sequences: float32 [tokens, vocab] for each."""
+    def step(
+        self, chunks: dict[str, list[int]], wanted: dict[str, slice] | None = None
+    ) -> dict[str, Tensor]:
+        """Compute the next tokens of some sequences: float32 [tokens, vocab] for each.
+
+        With `wanted` only of those of a sequence's tokens that it names, of others none.
+        """
         batch = self._batch(chunks)
-        logits = self._model.forward(batch, self.caches)
         borders = batch.query_start_r1.tolist()
+        rest = slice(None) if wanted is None else slice(0)
+        places = [
+            torch.arange(start, end)[(wanted or {}).get(name, rest)]
+            for name, (start, end) in zip(chunks, pairwise(borders), strict=True)
+        ]
+        index_l = torch.cat(places).to(torch.int32)
+        logits = self._model.forward(replace(batch, logits_index_l=index_l), self.caches)
+        ends = accumulate((len(part) for part in places), initial=0)
         return {
             name: logits[start:end]
-            for name, (start, end) in zip(chunks, pairwise(borders), strict=True)
+            for name, (start, end) in zip(chunks, pairwise(ends), strict=True)
         }
 
     def pages(self, name: str) -> tuple[Tensor, int]:
