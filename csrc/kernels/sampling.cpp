@@ -32,13 +32,14 @@ float largest(const float* x, int64_t n) {
   return result;
 }
 
+// -1 if there is none: of the largest, where nothing is but NaN.
 int64_t first_equal(const float* x, int64_t n, float value) {
   int64_t i = 0;
   while (i + kLanes <= n && !any(load(x + i) == splat(value))) i += kLanes;
   for (; i < n; ++i) {
     if (x[i] == value) return i;
   }
-  return 0;  // nothing but NaN
+  return -1;
 }
 
 // What a logit weighs by: NaN as little as the lowest.
@@ -284,7 +285,10 @@ class WholeRow {
 int32_t draw_row(const float* x, int64_t vocab, const DrawRule& rule, const Scratch& scratch) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const float best = largest(x, vocab);
-  if (!(std::fabs(best) < kInfinity)) return static_cast<int32_t>(first_equal(x, vocab, best));
+  if (!(std::fabs(best) < kInfinity)) {
+    const int64_t first = first_equal(x, vocab, best);
+    return static_cast<int32_t>(first < 0 ? 0 : first);
+  }
   if (rule.top_k <= 0 && rule.min_p <= 0.0) {
     return WholeRow(x, vocab, best, rule.temperature, scratch).draw(rule.top_p, rule.uniform);
   }

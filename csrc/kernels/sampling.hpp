@@ -7,7 +7,7 @@ namespace bifolio {
 
 struct GreedyArgs {
   const float* logits;  // [rows, vocab], contiguous
-  int32_t* tokens;      // [rows]
+  int32_t* tokens;      // [rows]; -1 for a row of nothing but NaN
   int64_t rows, vocab;
 };
 

@@ -115,6 +115,7 @@ def test_nan_ranks_behind_all_numbers_and_has_no_part_in_their_logprobs(ops: Sam
     logits = torch.tensor([math.nan, -math.inf, 1.0, math.nan, 1.0])
     assert ops.greedy(logits[None]) == [2]
     assert ops.greedy(torch.tensor([[math.nan, -math.inf]])) == [1]
+    assert ops.greedy(torch.tensor([[math.nan] * 70, [*[math.nan] * 69, 0.0]])) == [-1, 69]
     best = ops.logprobs(logits, 4, 5)
     assert best.rank == 2
     assert [i for i, _ in best.top] == [2, 4, 1, 0, 3]

@@ -51,7 +51,7 @@ class SamplingOps:
         tokens = np.empty(len(kept), dtype=np.int32)
         drawn = [i for i, draw in enumerate(draws) if draw.sampling.temperature > 0]
         for i in set(range(len(kept))).difference(drawn):
-            tokens[i] = self.greedy(kept[i][None])[0]
+            tokens[i] = max(self.greedy(kept[i][None])[0], 0)
         if drawn:
             tokens[drawn] = self._draw([kept[i] for i in drawn], [draws[i] for i in drawn])
         return tokens.tolist()

@@ -42,7 +42,7 @@ class SamplingOps(Protocol):
     """Choice of tokens from rows [vocab] of float32 logits; a row never looks at another."""
 
     def greedy(self, logits_lv: Tensor) -> list[int]:
-        """The best token of each row."""
+        """The best token of each row, -1 for a row of nothing but NaN."""
         ...
 
     def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
@@ -58,7 +58,8 @@ class ReferenceSampling:
     """Every rule by its definition, with a full sort."""
 
     def greedy(self, logits_lv: Tensor) -> list[int]:
-        return _ranked(logits_lv)[:, 0].tolist()
+        best_l = _ranked(logits_lv)[:, 0]
+        return best_l.masked_fill(logits_lv.isnan().all(dim=-1), -1).tolist()
 
     def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
         return [self._choose(row, draw) for row, draw in zip(rows_v, draws, strict=True)]

@@ -24,17 +24,19 @@ class Sampler:
         """One result per segment; its logits are the next `end - logits_from` rows.
 
         A segment that would choose among nothing but NaN gets a fault instead of a token."""
-        firsts = [0, *accumulate(s.end - s.logits_from for s in segments)]
         if all(_is_plain(s) for s in segments):
-            results = [RowResult(token=token) for token in self._ops.greedy(logits_lv)]
-        else:
-            chosen = self._choose(logits_lv, segments, firsts)
-            results = [
-                self._row(logits_lv[first:last], segment, token)
-                for first, last, segment, token in zip(
-                    firsts, firsts[1:], segments, chosen, strict=False
-                )
+            return [
+                RowResult(token=token) if token >= 0 else RowResult(fault=LogitsFault(s.end - 1))
+                for s, token in zip(segments, self._ops.greedy(logits_lv), strict=True)
             ]
+        firsts = [0, *accumulate(s.end - s.logits_from for s in segments)]
+        chosen = self._choose(logits_lv, segments, firsts)
+        results = [
+            self._row(logits_lv[first:last], segment, token)
+            for first, last, segment, token in zip(
+                firsts, firsts[1:], segments, chosen, strict=False
+            )
+        ]
         # A row of nothing but NaN has one in front, which is all that sound ones are asked for.
         if bool(logits_lv[:, 0].isnan().any()):
             for i, segment in enumerate(segments):
