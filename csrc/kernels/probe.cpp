@@ -71,7 +71,11 @@ void peak_probe(const PeakProbeArgs& a, ThreadPool& pool) {
           return fma(from_bits(w), from_bits(x), s);
         });
         break;
-      case Product::bf16: result = repeat<Lanes>(dot_bf16); break;
+      case Product::bf16:
+        result = repeat<Lanes>([](Lanes s, IntLanes w, IntLanes x) {
+          return dot_pair(s, pair_of(w), pair_of(x));
+        });
+        break;
       case Product::int8: result = repeat<IntLanes>(dot_bytes<false>); break;
     }
     if (result == 0x5eed5eed) *a.sink = result;

@@ -75,27 +75,42 @@ inline IntLanes dot_bytes(IntLanes sum, IntLanes w, IntLanes x) {
 #endif
 }
 
-// sum + w[1] * x[1] + w[0] * x[0] over the two bf16 numbers of each lane.
-inline Lanes dot_bf16(Lanes sum, IntLanes w, IntLanes x) {
+// The two bf16 numbers of each lane as a product takes them: together where the processor multiplies
+// pairs, else apart, as float32.
+#if defined(__AVX512BF16__)
+using Pair = IntLanes;
+
+inline Pair pair_of(IntLanes x) { return x; }
+
+// Two float32 vectors whose lower halves are zero as one vector of pairs.
+inline Pair pair_halves(Lanes first, Lanes second) {
+  return (bits(first) >> 16 & 0xffff) | bits(second);
+}
+#else
+struct Pair {
+  Lanes first, second;
+};
+
+inline Pair pair_of(IntLanes x) {
+  return {from_bits(x << 16), from_bits(x & static_cast<int32_t>(0xffff0000))};
+}
+#endif
+
+// sum + w[1] * x[1] + w[0] * x[0] over the two numbers of each lane.
+inline Lanes dot_pair(Lanes sum, const Pair& w, const Pair& x) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
 #else
-  constexpr auto kHigh = static_cast<int32_t>(0xffff0000);
-  sum = fma(from_bits(w & kHigh), from_bits(x & kHigh), sum);
-  return fma(from_bits(w << 16), from_bits(x << 16), sum);
+  return fma(w.first, x.first, fma(w.second, x.second, sum));
 #endif
 }
 
-// Two float32 vectors whose lower halves are zero as one vector of bf16 pairs.
-inline IntLanes pair_halves(Lanes first, Lanes second) {
-  return (bits(first) >> 16 & 0xffff) | bits(second);
-}
-
-// Widening of four bytes in each lane to bf16 pairs: even bytes, then odd ones.
+// Widening of the codes of a line to pairs: even bytes, then odd ones.
 
 // int4: two codes in each byte, and so four vectors: low nibbles even and odd, high even and odd.
 class NibblesToBf16 {
  public:
+#if defined(__AVX512BF16__)
   explicit NibblesToBf16(int zero) {
     for (int i = 0; i < 32; ++i) {
       table_[i] = bf16_from_float(static_cast<float>(i % 16 - zero));
@@ -112,34 +127,53 @@ class NibblesToBf16 {
  private:
   // The low nibble of each 16-bit half. The table repeats, so the bit above does not matter.
   IntLanes look_up(IntLanes w) const {
-#if defined(__AVX512F__)
-    return reinterpret_cast<IntLanes>(_mm512_permutexvar_epi16(
-        reinterpret_cast<__m512i>(w), _mm512_load_si512(table_)));
-#else
-    // A small integer as float32 has a bf16 for its upper half.
-    const int32_t zero = static_cast<int32_t>(float_from_bf16(table_[0]));
-    const Lanes even = __builtin_convertvector((w & 15) + zero, Lanes);
-    const Lanes odd = __builtin_convertvector((w >> 16 & 15) + zero, Lanes);
-    return pair_halves(even, odd);
-#endif
+    return reinterpret_cast<IntLanes>(_mm512_permutexvar_epi16(reinterpret_cast<__m512i>(w),
+                                                               _mm512_load_si512(table_)));
   }
 
   alignas(64) uint16_t table_[32];
+#else
+  explicit NibblesToBf16(int zero) : zero_(zero) {}
+
+  // The codes of channels `vector` of a line, inputs 0 and 2 or 1 and 3.
+  Pair operator()(const uint8_t* line, int vector, int pair) const {
+    constexpr int kHalf = kVectors / 2;
+    const IntLanes w = load_words(line + 4 * (vector % kHalf) * kLanes);
+    const int shift = 8 * pair + 4 * (vector / kHalf);
+    return {number(w >> shift), number(w >> (16 + shift))};
+  }
+
+ private:
+  Lanes number(IntLanes w) const {
+    return __builtin_convertvector((w & 15) - zero_, Lanes);
+  }
+
+  int zero_;
+#endif
 };
 
 struct Int8ToBf16 {
+#if defined(__AVX512BF16__)
   void operator()(IntLanes w, IntLanes (&out)[2]) const {
-    const auto byte = [w](int i) {
-      return __builtin_convertvector(w << (24 - 8 * i) >> 24, Lanes);
-    };
-    out[0] = pair_halves(byte(0), byte(2));
-    out[1] = pair_halves(byte(1), byte(3));
+    out[0] = pair_halves(byte(w, 0), byte(w, 2));
+    out[1] = pair_halves(byte(w, 1), byte(w, 3));
+  }
+#else
+  Pair operator()(const uint8_t* line, int vector, int pair) const {
+    const IntLanes w = load_words(line + 4 * vector * kLanes);
+    return {byte(w, pair), byte(w, pair + 2)};
+  }
+#endif
+
+ private:
+  static Lanes byte(IntLanes w, int i) {
+    return __builtin_convertvector(w << (24 - 8 * i) >> 24, Lanes);
   }
 };
 
 class E4m3ToBf16Pairs {
  public:
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__)
   E4m3ToBf16Pairs() {
     for (int i = 0; i < 128; ++i) {
       const uint16_t x = bf16_from_float(float_from_e4m3(static_cast<uint8_t>(i)));
@@ -169,9 +203,9 @@ class E4m3ToBf16Pairs {
 
   alignas(64) uint8_t low_[128], high_[128];  // bytes of the bf16 of a magnitude
 #else
-  void operator()(IntLanes w, IntLanes (&out)[2]) const {
-    out[0] = pair_halves(wide(w), wide(w >> 16));
-    out[1] = pair_halves(wide(w >> 8), wide(w >> 24));
+  Pair operator()(const uint8_t* line, int vector, int pair) const {
+    const IntLanes w = load_words(line + 4 * vector * kLanes) >> 8 * pair;
+    return {wide(w), wide(w >> 16)};
   }
 
  private:
@@ -205,14 +239,39 @@ struct Fp32Codes {
   }
 };
 
+#if defined(__AVX512BF16__)
 // One of the two pairs of a quad against R rows.
 template <int R>
 inline void add_pair(const IntLanes (&w)[kVectors], const int32_t* x, Lanes (&sums)[R][kVectors]) {
   for (int r = 0; r < R; ++r) {
     const IntLanes xr = splat(x[r]);
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_bf16(sums[r][v], w[v], xr);
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pair(sums[r][v], w[v], xr);
   }
 }
+#else
+// One word in every lane, straight from memory: by way of a scalar register it comes later.
+inline IntLanes splat_word(const int32_t* p) {
+#if defined(__AVX2__)
+  return reinterpret_cast<IntLanes>(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
+#else
+  return splat(*p);
+#endif
+}
+
+// A quad against R rows. Pairs that lie apart take twice the registers, so there is one vector of
+// weights at a time: weights(vector, pair).
+template <int R, class Weights>
+inline void add_pairs(const Weights& weights, const int32_t* x, Lanes (&sums)[R][kVectors]) {
+  for (int pair = 0; pair < 2; ++pair, x += R) {
+    Pair xr[R];
+    for (int r = 0; r < R; ++r) xr[r] = pair_of(splat_word(x + r));
+    for (int v = 0; v < kVectors; ++v) {
+      const Pair w = weights(v, pair);
+      for (int r = 0; r < R; ++r) sums[r][v] = dot_pair(sums[r][v], w, xr[r]);
+    }
+  }
+}
+#endif
 
 struct Bf16Codes {
   using Sum = Lanes;
@@ -223,11 +282,18 @@ struct Bf16Codes {
 
   template <int R>
   void quad(const uint8_t* line, const int32_t* x, Lanes (&sums)[R][kVectors]) const {
+#if defined(__AVX512BF16__)
     for (int pair = 0; pair < 2; ++pair) {
       IntLanes w[kVectors];
       for (int v = 0; v < kVectors; ++v) w[v] = load_words(line + 4 * (pair * kPanel + v * kLanes));
       add_pair<R>(w, x + pair * R, sums);
     }
+#else
+    const auto weights = [&](int v, int pair) {
+      return pair_of(load_words(line + 4 * (pair * kPanel + v * kLanes)));
+    };
+    add_pairs<R>(weights, x, sums);
+#endif
   }
 };
 
@@ -242,6 +308,7 @@ struct WideCodes {
 
   template <int R>
   void quad(const uint8_t* line, const int32_t* x, Lanes (&sums)[R][kVectors]) const {
+#if defined(__AVX512BF16__)
     IntLanes w[2][kVectors];
     for (int v = 0; v < kVectors; ++v) {
       IntLanes pairs[2];
@@ -251,6 +318,9 @@ struct WideCodes {
     }
     add_pair<R>(w[0], x, sums);
     add_pair<R>(w[1], x + R, sums);
+#else
+    add_pairs<R>([&](int v, int pair) { return widen(line, v, pair); }, x, sums);
+#endif
   }
 
   Widen widen;
@@ -265,6 +335,7 @@ struct Int4Codes {
 
   template <int R>
   void quad(const uint8_t* line, const int32_t* x, Lanes (&sums)[R][kVectors]) const {
+#if defined(__AVX512BF16__)
     IntLanes w[2][kVectors];
     for (int v = 0; v < kVectors / 2; ++v) {
       IntLanes low[2], high[2];
@@ -276,6 +347,9 @@ struct Int4Codes {
     }
     add_pair<R>(w[0], x, sums);
     add_pair<R>(w[1], x + R, sums);
+#else
+    add_pairs<R>([&](int v, int pair) { return widen(line, v, pair); }, x, sums);
+#endif
   }
 
   NibblesToBf16 widen;
