@@ -39,7 +39,7 @@ def _restore_logging() -> None:
     if ours:
         root.handlers = [handler for handler in root.handlers if handler not in ours]
         root.setLevel(logging.WARNING)
-        structlog.reset_defaults()
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
