@@ -267,23 +267,6 @@ inline void convert(const Chunks& c, int64_t source_kind, const ChunkScales& fro
 // Greatest magnitude of each number's place in the chunks, NaN left out.
 inline void greatest(const Chunks& c, int64_t kind, const ChunkScales& scales,
                      float (&most)[kChunk]) {
-#if defined(__AVX512F__)
-  if (kind == kCacheBf16) {
-    __m512i best = _mm512_setzero_si512();
-    for (int64_t i = 0; i < c.count; ++i) {
-      const __m512i x = _mm512_and_si512(_mm512_loadu_si512(c.source + i * c.source_pitch),
-                                         _mm512_set1_epi16(0x7fff));
-      const __mmask32 number = _mm512_cmple_epu16_mask(x, _mm512_set1_epi16(0x7f80));
-      best = _mm512_mask_max_epu16(best, number, best, x);
-    }
-    for (int half = 0; half < 2; ++half) {
-      const __m256i part = half == 0 ? _mm512_castsi512_si256(best)
-                                     : _mm512_extracti64x4_epi64(best, 1);
-      _mm512_storeu_si512(most + 16 * half, _mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
-    }
-    return;
-  }
-#endif
   detail::Numbers best = {};
   with_kind(kind, [&](auto source) {
     for (int64_t i = 0; i < c.count; ++i) {

@@ -1,6 +1,7 @@
 #include "kernels/convert_pages.hpp"
 
 #include "kernels/convert_chunks.hpp"
+#include "kernels/convert_tokens.hpp"
 
 namespace bifolio::BIFOLIO_ISA {
 namespace {
@@ -55,15 +56,29 @@ ChunkScales value_scales(const uint16_t* scales) {
 }
 
 // Tokens first … first + kTokens - 1 of the keys of a head.
-void convert_keys(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
-                  int64_t first) {
+Chunks keys_of(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
+               int64_t first) {
   const auto at = [&](const PageLayer& p, int64_t page) {
     return p.k_codes(page, head) + 2 * first * p.number_bytes();
   };
   const int64_t row = 2 * from.pages.page_size;
-  const Chunks chunks{at(from.pages, source), at(to.pages, target),
-                      row * from.pages.number_bytes(), row * to.pages.number_bytes(),
-                      from.pages.head_dim / 2};
+  return {at(from.pages, source), at(to.pages, target), row * from.pages.number_bytes(),
+          row * to.pages.number_bytes(), from.pages.head_dim / 2};
+}
+
+// Tokens first and first + 1 of the values of a head.
+Chunks values_of(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
+                 int64_t first) {
+  const auto at = [&](const PageLayer& p, int64_t page) {
+    return p.v_codes(page, head) + first * p.head_dim * p.number_bytes();
+  };
+  return {at(from.pages, source), at(to.pages, target), kChunk * from.pages.number_bytes(),
+          kChunk * to.pages.number_bytes(), 2 * from.pages.head_dim / kChunk};
+}
+
+void convert_keys(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
+                  int64_t first) {
+  const Chunks chunks = keys_of(from, to, source, target, head, first);
   const ChunkScales source_scales =
       from.pages.kind == kCacheFp8Token ? key_scales(from.pages.k_scales(source, head) + first)
                                         : static_scales(from.k_scales, head);
@@ -81,15 +96,9 @@ void convert_keys(const Side& from, const Side& to, int64_t source, int64_t targ
   convert(chunks, codes_of(from.pages.kind), source_scales, kCacheFp8, key_scales(scales));
 }
 
-// Tokens first and first + 1 of the values of a head.
 void convert_values(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
                     int64_t first) {
-  const auto at = [&](const PageLayer& p, int64_t page) {
-    return p.v_codes(page, head) + first * p.head_dim * p.number_bytes();
-  };
-  const Chunks chunks{at(from.pages, source), at(to.pages, target),
-                      kChunk * from.pages.number_bytes(), kChunk * to.pages.number_bytes(),
-                      2 * from.pages.head_dim / kChunk};
+  const Chunks chunks = values_of(from, to, source, target, head, first);
   const ChunkScales source_scales =
       from.pages.kind == kCacheFp8Token ? value_scales(from.pages.v_scales(source, head) + first)
                                         : static_scales(from.v_scales, head);
@@ -107,6 +116,112 @@ void convert_values(const Side& from, const Side& to, int64_t source, int64_t ta
   for (int t = 0; t < 2; ++t) scales[t] = token_scale_from_absmax(most[t]);
   convert(chunks, codes_of(from.pages.kind), source_scales, kCacheFp8, value_scales(scales));
 }
+
+#if defined(__AVX512F__)
+// Keys of tokens first … first + kTokens - 1 of a head, from bf16 to codes with a scale per token.
+void encode_keys(const TokenEncoder& encode, const Side& from, const Side& to, int64_t source,
+                 int64_t target, int64_t head, int64_t first) {
+  const Chunks chunks = keys_of(from, to, source, target, head, first);
+  const __m512 absmax = Absmax::of_keys(chunks);
+  if (!TokenEncoder::can_encode(absmax)) {
+    convert_keys(from, to, source, target, head, first);
+    return;
+  }
+  const __m256i scales = TokenEncoder::scales(absmax);
+  std::memcpy(to.pages.k_scales(target, head) + first, &scales, sizeof scales);
+  const __m512 factors = TokenEncoder::factors(scales);
+  const int64_t after = first + kTokens;
+  const Chunks next = after < from.pages.page_size
+                          ? keys_of(from, to, source, target, head, after)
+                          : keys_of(from, to, source, target, head + 1, 0);
+  encode(chunks, factors, factors, next.source - chunks.source);
+}
+
+// The same of their values.
+void encode_values(const TokenEncoder& encode, const Side& from, const Side& to, int64_t source,
+                   int64_t target, int64_t head, int64_t first) {
+  Chunks pair = values_of(from, to, source, target, head, first);
+  const int64_t source_bytes = pair.count * pair.source_pitch;
+  const __m512 absmax = Absmax::of_values(pair, source_bytes);
+  if (!TokenEncoder::can_encode(absmax)) {
+    for (int t = 0; t < kTokens; t += 2) {
+      convert_values(from, to, source, target, head, first + t);
+    }
+    return;
+  }
+  const __m256i scales = TokenEncoder::scales(absmax);
+  std::memcpy(to.pages.v_scales(target, head) + first, &scales, sizeof scales);
+  float factors[kTokens];
+  _mm512_storeu_ps(factors, TokenEncoder::factors(scales));
+  for (int t = 0; t < kTokens; t += 2) {
+    encode(pair, _mm512_set1_ps(factors[t]), _mm512_set1_ps(factors[t + 1]),
+           kTokens / 2 * source_bytes);
+    pair.source += source_bytes;
+    pair.target += pair.count * pair.target_pitch;
+  }
+}
+
+__m512 load_scales(const uint16_t* scales) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
+}
+
+// And back.
+void decode_keys(const TokenDecoder& decode, const Side& from, const Side& to, int64_t source,
+                 int64_t target, int64_t head, int64_t first) {
+  const __m512i half = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  const __m512i other = _mm512_add_epi32(half, _mm512_set1_epi32(kTokens / 2));
+  const __m512 scales = load_scales(from.pages.k_scales(source, head) + first);
+  decode(keys_of(from, to, source, target, head, first), _mm512_permutexvar_ps(half, scales),
+         _mm512_permutexvar_ps(other, scales));
+}
+
+void decode_values(const TokenDecoder& decode, const Side& from, const Side& to, int64_t source,
+                   int64_t target, int64_t head, int64_t first) {
+  Chunks pair = values_of(from, to, source, target, head, first);
+  double scales[kTokens / 2];  // two in each
+  _mm512_storeu_ps(scales, load_scales(from.pages.v_scales(source, head) + first));
+  for (const double both : scales) {
+    const __m512 alternating = _mm512_castpd_ps(_mm512_set1_pd(both));
+    decode(pair, alternating, alternating);
+    pair.source += pair.count * pair.source_pitch;
+    pair.target += pair.count * pair.target_pitch;
+  }
+}
+
+// Calls fn(head, first) for all tokens of all heads, kTokens at a time.
+template <class Fn>
+void for_tokens(const PageLayer& pages, const Fn& fn) {
+  for (int64_t head = 0; head < pages.kv_heads; ++head) {
+    for (int64_t first = 0; first < pages.page_size; first += kTokens) fn(head, first);
+  }
+}
+
+// The quick ways between bf16 and codes with a scale per token, in the order of memory; false for
+// other pages.
+bool convert_tokens(const Side& from, const Side& to, int64_t source, int64_t target) {
+  if (from.pages.kind == kCacheBf16) {
+    const TokenEncoder encode;
+    for_tokens(from.pages, [&](int64_t head, int64_t first) {
+      encode_keys(encode, from, to, source, target, head, first);
+    });
+    for_tokens(from.pages, [&](int64_t head, int64_t first) {
+      encode_values(encode, from, to, source, target, head, first);
+    });
+    return true;
+  }
+  if (to.pages.kind == kCacheBf16) {
+    const TokenDecoder decode;
+    for_tokens(from.pages, [&](int64_t head, int64_t first) {
+      decode_keys(decode, from, to, source, target, head, first);
+    });
+    for_tokens(from.pages, [&](int64_t head, int64_t first) {
+      decode_values(decode, from, to, source, target, head, first);
+    });
+    return true;
+  }
+  return false;
+}
+#endif
 
 void convert_layer(const ConvertPagesArgs& a, int64_t i, int64_t layer) {
   const auto scales = [&](const float* all) {
@@ -128,6 +243,9 @@ void convert_layer(const ConvertPagesArgs& a, int64_t i, int64_t layer) {
     convert_plain(from, to, source, target);
     return;
   }
+#if defined(__AVX512F__)
+  if (convert_tokens(from, to, source, target)) return;
+#endif
   for (int64_t head = 0; head < a.kv_heads; ++head) {
     for (int64_t token = 0; token < a.page_size; token += kTokens) {
       convert_keys(from, to, source, target, head, token);

@@ -103,7 +103,10 @@ class E4m3ToBf16 {
   }
 
   __m512i operator()(const void* codes) const {
-    const __m256i packed = _mm256_loadu_si256(static_cast<const __m256i*>(codes));
+    return (*this)(_mm256_loadu_si256(static_cast<const __m256i*>(codes)));
+  }
+
+  __m512i operator()(__m256i packed) const {
     const __m512i code = _mm512_permutexvar_epi8(twice_, _mm512_castsi256_si512(packed));
     const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
     const __m512i high = with_sign(_mm512_permutex2var_epi8(high_[0], code, high_[1]), code);

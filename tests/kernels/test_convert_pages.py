@@ -133,6 +133,73 @@ def test_every_code_becomes_the_bf16_number_of_the_reference(
     assert same_numbers(specs[1], *found)
 
 
+def both_conversions(
+    ops: native.NativeOps, source: list[LayerCache], target_spec: PageSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All pages of a pool, converted by the reference and by `ops`."""
+    pages = len(source[0].pool)
+    pools = [torch.zeros(pages, target_spec.page_bytes, dtype=torch.uint8) for _ in range(2)]
+    for pool, converter in zip(pools, (ReferenceConvert(), ops), strict=True):
+        target = layers_of(target_spec, pool, None)
+        converter.convert_pages(source, target, range(pages), range(pages))
+    return pools[0], pools[1]
+
+
+@pytest.mark.parametrize("exponent", [0, 108, 120, 127, 150])
+def test_bf16_numbers_over_every_token_scale_become_the_codes_of_the_reference(
+    native_ops: native.NativeOps, exponent: int
+) -> None:
+    """Every mantissa of a token's greatest number with all numbers of the 19 binades below it.
+
+    They have all ties and all that comes near to one; the first numbers have subnormal scales, the
+    last ones the largest scale.
+    """
+    binades, tokens, dim = 19, 128, 128
+    specs = [PageSpec(1, 1, dim, CacheFormat.parse(f), tokens) for f in ("bf16", "fp8:token")]
+    pool = torch.zeros(binades, specs[0].page_bytes, dtype=torch.uint8)
+    source = layers_of(specs[0], pool, None)
+    greatest = (exponent << 7) + 1 + torch.arange(tokens).repeat(binades)[:, None]
+    binade = torch.arange(binades).repeat_interleave(tokens)[:, None]
+    numbers = (greatest - 128 * binade - torch.arange(dim)).clamp(min=0)
+    numbers[:, :1] = greatest
+    x = (numbers.to(torch.int16).view(torch.bfloat16) * (-1) ** torch.arange(dim)).float()
+    slot = torch.arange(binades * tokens)
+    paged.write(source[0], slot // tokens, slot % tokens, x[:, None], x.flip(0)[:, None])
+    assert torch.equal(*both_conversions(native_ops, source, specs[1]))
+
+
+def test_tokens_with_nan_or_beyond_the_largest_scale_become_the_codes_of_the_reference(
+    native_ops: native.NativeOps,
+) -> None:
+    size, dim = 64, 80
+    specs = [PageSpec(1, 1, dim, CacheFormat.parse(f), size) for f in ("bf16", "fp8:token")]
+    _, source = pool_of(specs[0], 2, scaled=False)
+    largest = 448.0 * 65504.0
+    x = torch.randn(2, 2 * size, 1, dim, generator=torch.Generator().manual_seed(1))
+    for token, number in [(3, torch.nan), (17, torch.inf), (40, largest), (70, 1.01 * largest)]:
+        x[0, token, 0, 5] = x[1, token + 16, 0, 6] = number
+    x[0, 90] = -torch.nan
+    slot = torch.arange(2 * size)
+    paged.write(source[0], slot // size, slot % size, x[0], x[1])
+    assert torch.equal(*both_conversions(native_ops, source, specs[1]))
+
+
+def test_every_code_times_token_scales_becomes_the_bf16_number_of_the_reference(
+    native_ops: native.NativeOps,
+) -> None:
+    """Least, subnormal and largest scales among them."""
+    size, dim = 32, 512
+    specs = [PageSpec(1, 1, dim, CacheFormat.parse(f), size) for f in ("fp8:token", "bf16")]
+    place = torch.arange(size * dim)
+    codes = torch.cat([place // (2 * size), place // 2]).to(torch.uint8)  # a row of K has one code
+    scales = torch.linspace(1, 0x7BFF, 2 * size).to(torch.int16)
+    pool = torch.zeros(1, specs[0].page_bytes, dtype=torch.uint8)
+    pool[0, 64 : 64 + len(codes)] = codes
+    pool[0, 64 + len(codes) :][: 4 * size] = scales.view(torch.uint8)
+    found = both_conversions(native_ops, layers_of(specs[0], pool, None), specs[1])
+    assert same_numbers(specs[1], *found)
+
+
 def test_pages_of_the_same_format_come_through_unchanged(ops: ConvertKernels) -> None:
     for fmt in FORMATS:
         spec = PageSpec(2, 2, 32, CacheFormat.parse(fmt), 16)
