@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels.native import NativeOps
+from bifolio.kernels.reference import ReferenceOps
 from bifolio.models.loader import load_models
 from bifolio.models.source import resolve_source
 from bifolio.testing.forward import PagedRun
@@ -49,6 +50,18 @@ def test_logits_do_not_depend_on_which_others_are_wanted(family: str, tmp_path: 
             assert torch.equal(some[name], expected), (case, name)
         # what the step left in its pages is the same too
         assert torch.equal(run.step({"a": [9]})["a"], _after(models.decode)), case
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm_moe_dsa"])
+def test_the_reference_leaves_out_the_same_tokens(family: str, tmp_path: Path) -> None:
+    source = resolve_source(str(write_model(tmp_path, tiny_config(family))))
+    models = load_models(source, PrecisionPlan.parse("fp32/fp32"), ReferenceOps(), positions=64)
+    every = PagedRun(models.decode).step(CHUNKS)
+    for case, wanted in CASES.items():
+        some = PagedRun(models.decode).step(CHUNKS, wanted)
+        for name, logits in every.items():
+            expected = logits[wanted.get(name, slice(0))]
+            assert torch.allclose(some[name], expected, atol=1e-4), (case, name)
 
 
 def _after(model: object) -> Tensor:

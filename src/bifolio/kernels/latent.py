@@ -113,10 +113,12 @@ class LatentOps:
 
 
 def rows(batch: Batch) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
-    """Of each row its pages, and the place in the batch and the position of each of its tokens."""
+    """Of each row with tokens its pages, and the place in the batch and the position of each."""
     borders = batch.query_start_r1.tolist()
     for row, length in enumerate(batch.context_len_r.tolist()):
         places = range(borders[row], borders[row + 1])
+        if not places:  # rows of which no logits are wanted (`Batch.wanted`)
+            continue
         positions = range(length - len(places), length)
         yield batch.block_table_rp[row], list(zip(places, positions, strict=True))
 
