@@ -159,7 +159,8 @@ void bind_linear(nb::module_& m, nb::class_<Runtime>& runtime) {
                  make_layout(n, k, group, codes, scales, offsets, zeros, int8_activations, gated));
            },
            nb::arg("n"), nb::arg("k"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
-           nb::arg("offsets"), nb::arg("zeros"), nb::arg("int8_activations"), nb::arg("gated"))
+           nb::arg("offsets"), nb::arg("zeros"), nb::arg("int8_activations"),
+           nb::arg("gated"))
       .def_prop_ro("packed_bytes", &WeightLayout::packed_bytes);
   {
     using A = PackArgs;

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -62,7 +62,7 @@ def measure(
     ops: NativeOps, peaks: dict[str, float], model: str, name: str, fmt: WeightFormat, rows: int
 ) -> Result:
     n, k = MODELS[model][name]
-    one = encode(torch.randn(n, k), fmt)
+    one = replace(encode(torch.randn(n, k), fmt), gated=name == "gate_up")
     # Many rows read a weight once for much arithmetic: copies beyond the caches change nothing.
     copies = min(400, -(-BEYOND_CACHES // fmt.nbytes(n, k))) if rows <= 64 else 2
     weights = [ops.prepare(one) for _ in range(copies)]

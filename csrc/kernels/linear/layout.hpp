@@ -15,10 +15,12 @@
 // its even bytes, 1 and 3 its odd ones, so 8-bit and 4-bit codes widen to bf16 pairs by shifts.
 // int8 codes that meet int8 activations are stored + 128, because that product takes unsigned
 // weights. A weight without groups has one group; fp8 blocks are groups of 128 whose scale, the
-// same for all channels of a panel, is stored 16 times. A panel of a gated weight is 16 gates and the
-// ups of the same places, so that one product makes both operands of silu(gate) * up. Offsets are numbers to add, or with `zeros`
-// zero points: codes that mean zero, which one half of 16 bits holds exactly where the number to add,
-// -zero * scale, would need more.
+// same for all channels of a panel, is stored 16 times. Offsets are numbers to add, or with `zeros`
+// zero points: codes that mean zero, which one half of 16 bits holds exactly where the number to
+// add, -zero * scale, would need more.
+//
+// A panel of a gated weight is 16 gates and the ups of the same places, so that one product makes
+// both operands of silu(gate) * up.
 #pragma once
 
 #include <cstdint>

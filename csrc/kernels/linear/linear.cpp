@@ -69,7 +69,10 @@ struct Cut {
 struct Tiles {
   Tiles(const WeightLayout& layout, const Cut& cut, int64_t threads) {
     const int64_t own = ceil_div(cut.blocks, threads);
-    row_groups = own * cut.rows < kOwnRows ? 1 : threads * ceil_div(own * cut.block_bytes, kRowGroupBytes);
+    row_groups = 1;
+    if (own * cut.rows >= kOwnRows) {
+      row_groups = threads * ceil_div(own * cut.block_bytes, kRowGroupBytes);
+    }
     blocks = ceil_div(cut.blocks, row_groups);
     row_groups = ceil_div(cut.blocks, blocks);
     const int64_t all = layout.panels();
