@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bifolio.bench.comparison import alone_plan
 from bifolio.bench.dispatch import Dispatcher
+from bifolio.bench.figures import Goals
 from bifolio.bench.lengths import Lengths
 from bifolio.bench.session import Load, Plan, derived_seed
 from bifolio.bench.traffic import Ids, Replay, Session, Synthetic, Turn, poisson_arrivals
@@ -158,3 +160,15 @@ def test_the_number_of_requests_follows_the_seats_unless_it_is_given():
     assert plan(None).count(Load(8)) == 16
     assert plan(None).count(Load(1)) == 4
     assert plan(7).count(Load(8)) == 7
+
+
+def test_prompts_measured_alone_begin_like_none_of_the_others():
+    work = Synthetic(Lengths.parse(32), Lengths.parse(4))
+    plan = Plan(work, Goals(), seed=3, requests=4)
+    alone = alone_plan(plan, 64)
+    firsts = [
+        session.turns[0].ids[:8]
+        for one in (plan, alone)
+        for session in one.sessions(Load(1), 0, 1000)
+    ]
+    assert len({tuple(first) for first in firsts}) == len(firsts)

@@ -11,7 +11,7 @@ from bifolio.bench.lengths import Lengths
 from bifolio.bench.paired import Pairs, Ratio, paired_ratio
 from bifolio.bench.points import Point, Sweep
 from bifolio.bench.record import Record
-from bifolio.bench.session import Load, Plan, Run, Tell, measure
+from bifolio.bench.session import Load, Plan, Run, Tell, derived_seed, measure
 from bifolio.bench.target import Target
 from bifolio.bench.traffic import Synthetic
 
@@ -32,7 +32,9 @@ def alone_plan(plan: Plan, prompt: int, longest: int = 0) -> Plan:
     if longest:
         prompt = max(1, min(prompt, longest - _ALONE_OUTPUT))
     work = Synthetic(Lengths.parse(prompt), Lengths.parse(_ALONE_OUTPUT))
-    return Plan(work, plan.goals, plan.seed, requests=_ALONE_REQUESTS)
+    # Prompts of one seed begin alike, whatever their lengths.
+    seed = derived_seed(plan.seed, ALONE)
+    return Plan(work, plan.goals, seed, requests=_ALONE_REQUESTS)
 
 
 def alternate(
