@@ -26,9 +26,11 @@ _HEAP_SLACK = 64
 class Node:
     """One page in the tree. Roots have page -1."""
 
-    __slots__ = ("alive", "children", "key", "last_used", "locks", "page", "parent")
+    __slots__ = ("alive", "children", "key", "last_used", "locks", "number", "page", "parent")
 
-    def __init__(self, key: bytes, page: int, parent: Node | None) -> None:
+    def __init__(self, number: int, key: bytes, page: int, parent: Node | None) -> None:
+        self.number = number
+        """Nodes count up as they are made: of those last used together, the older goes first."""
         self.key = key
         self.page = page
         self.parent = parent
@@ -51,8 +53,9 @@ class RadixTree:
         self._pool = pool
         self._roots: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []  # (last used, unique, leaf), lazily cleaned
+        self._heap: list[tuple[int, int, Node]] = []  # (last used, number, leaf), lazily cleaned
         self._clock = 0
+        self._made = 0
 
     def __len__(self) -> int:
         return len(self._by_page)
@@ -69,7 +72,7 @@ class RadixTree:
         root = struct.pack("<Q", writer) + salt.encode("utf-8", "surrogatepass")
         node = self._roots.get(root)
         if node is None:
-            node = self._roots[root] = Node(root, -1, None)
+            node = self._roots[root] = self._make(root, -1, None)
         pages: list[int] = []
         for key in keys:
             child = node.children.get(key)
@@ -90,11 +93,15 @@ class RadixTree:
         node = cursor.children.get(key)
         if node is None:
             self._pool.adopt(page)
-            node = cursor.children[key] = Node(key, page, cursor)
+            node = cursor.children[key] = self._make(key, page, cursor)
             self._by_page[page] = node
         cursor.locks -= 1
         node.locks += 1
         return node
+
+    def _make(self, key: bytes, page: int, parent: Node | None) -> Node:
+        self._made += 1
+        return Node(self._made, key, page, parent)
 
     def unlock(self, cursor: Node) -> None:
         """A request lets go of its cursor, which counts as used now; what is above outlives it."""
@@ -169,9 +176,9 @@ class RadixTree:
             return
         if len(self._heap) > 2 * len(self._by_page) + _HEAP_SLACK:
             leaves = [n for n in self._by_page.values() if n.evictable and n is not node]
-            self._heap = [(n.last_used, id(n), n) for n in leaves]
+            self._heap = [(n.last_used, n.number, n) for n in leaves]
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (node.last_used, id(node), node))
+        heapq.heappush(self._heap, (node.last_used, node.number, node))
 
     def check_invariants(self, cursors: Iterable[Node]) -> None:
         """Assert that tree, index, locks and order of eviction agree."""
@@ -191,7 +198,7 @@ class RadixTree:
                 assert self._by_page.get(child.page) is child, "the index misses a node"
                 seen += 1
             if node.evictable:
-                assert (node.last_used, id(node)) in queued, "a leaf can never be evicted"
+                assert (node.last_used, node.number) in queued, "a leaf can never be evicted"
                 assert self._pool.is_cached(node.page), "a leaf that can be evicted is in use"
             todo.extend(node.children.values())
         assert seen == len(self._by_page), "the index holds nodes that are not in the tree"
