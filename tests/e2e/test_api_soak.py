@@ -83,6 +83,7 @@ def test_no_body_that_fits_the_description_is_a_5xx(tmp_path):
             seen.add((response.request.url.path, response.status_code))
 
         answers()
-    assert {("/v1/completions", 400), ("/v1/chat/completions", 400), ("/tokenize", 200)} <= seen
+    # Which of them are sound is left to chance; that they were read, and refused, is not.
+    assert {("/v1/completions", 400), ("/v1/chat/completions", 400), ("/tokenize", 400)} <= seen
     loop.run_until_complete(context.__aexit__(None, None, None))
     loop.close()
