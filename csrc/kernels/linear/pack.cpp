@@ -51,8 +51,8 @@ void pack_int4(const PackArgs& a, int64_t panel, int64_t input, int64_t quads, u
     const int64_t first = a.layout.channel(panel, c);
     const int64_t second = a.layout.channel(panel, c + kHalfPanel);
     const bool whole = input + quads * kQuad <= a.layout.k && first >= 0 && second >= 0;
-    const uint8_t* low = a.codes + first * row_bytes + input / 2;
-    const uint8_t* high = a.codes + second * row_bytes + input / 2;
+    const uint8_t* low = whole ? a.codes + first * row_bytes + input / 2 : nullptr;
+    const uint8_t* high = whole ? a.codes + second * row_bytes + input / 2 : nullptr;
     for (int64_t q = 0; q < quads; ++q, out += kLine) {
       uint32_t word;
       if (whole) {
