@@ -1,6 +1,7 @@
 """Logits that are asked for have the same bits whether or not others are asked for too."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.reference import ReferenceOps
-from bifolio.models.loader import load_models
+from bifolio.models.loader import Model, load_models
 from bifolio.models.source import resolve_source
 from bifolio.testing.forward import PagedRun
 from bifolio.testing.tiny import tiny_config, write_model
@@ -26,15 +27,15 @@ CASES = {
 
 
 class CountingOps(NativeOps):
-    """Counts the rows that went through weights of each number of inputs."""
+    """Notes of how many tokens each attention has queries."""
 
     def __init__(self) -> None:
         super().__init__(threads=2)
         self.rows: list[int] = []
 
-    def attention(self, q_thd: Tensor, *args: object, **options: object) -> Tensor:
+    def attention(self, q_thd: Tensor, *args: Any, **options: Any) -> Tensor:
         self.rows.append(q_thd.shape[0])
-        return super().attention(q_thd, *args, **options)  # type: ignore[arg-type]
+        return super().attention(q_thd, *args, **options)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
@@ -64,8 +65,8 @@ def test_the_reference_leaves_out_the_same_tokens(family: str, tmp_path: Path) -
             assert torch.allclose(some[name], expected, atol=1e-4), (case, name)
 
 
-def _after(model: object) -> Tensor:
-    run = PagedRun(model)  # type: ignore[arg-type]
+def _after(model: Model) -> Tensor:
+    run = PagedRun(model)
     run.step(CHUNKS)
     return run.step({"a": [9]})["a"].clone()
 

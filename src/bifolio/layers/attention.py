@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops, Weight
+from bifolio.kernels.ops import LayerCache, Norm, Ops, Weight
 from bifolio.layers.forward import ForwardPass
 
 
@@ -24,17 +24,10 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 
-    def __call__(
-        self,
-        ops: Ops,
-        x_th: Tensor,
-        run: ForwardPass,
-        cache: LayerCache,
-        wanted: Batch | None = None,
-    ) -> Tensor:
+    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
         """Float32 [t, h]; stores the keys and values of the batch before it reads any.
 
-        With `wanted` (from `Batch.wanted`) the result is of those tokens alone.
+        With `run.wanted` the result is of those tokens alone.
         """
         batch = run.batch
         qkv = ops.linear(x_th, self.qkv, norm=self.norm)
@@ -47,11 +40,11 @@ class Attention:
             q_norm=self.q_norm,
             k_norm=self.k_norm,
         )
-        if wanted is not None:
+        if run.wanted is not None:
             x_th = ops.gather(x_th, batch.logits_index_l)
             if not len(x_th):
                 return x_th
             q_thd = ops.gather(q_thd, batch.logits_index_l)
-            batch = wanted
+            batch = run.wanted
         mixed = ops.attention(q_thd, batch, cache, self.heads, self.scale, self.window)
         return ops.linear(mixed, self.output, residual_tn=x_th)

@@ -21,16 +21,9 @@ class DecoderLayer:
     attention: Attention | MLAttention
     mlp: GatedMLP | MoE
 
-    def __call__(
-        self,
-        ops: Ops,
-        x_th: Tensor,
-        run: ForwardPass,
-        cache: LayerCache,
-        wanted: Batch | None = None,
-    ) -> Tensor:
-        """Float32 [t, h], with `wanted` (from `Batch.wanted`) of those tokens alone."""
-        y_th = self.attention(ops, x_th, run, cache, wanted)
+    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
+        """Float32 [t, h], with `run.wanted` of those tokens alone."""
+        y_th = self.attention(ops, x_th, run, cache)
         ops.pulse()
         if not len(y_th):
             return y_th
@@ -57,8 +50,8 @@ class Decoder:
         for layer, cache in zip(layers, caches, strict=False):
             x_th = layer(ops, x_th, run, cache)
         # Behind the keys and values of the last layer, only those tokens matter.
-        wanted = batch.wanted()
-        x_lh = last(ops, x_th, run, caches[-1], wanted)
-        if wanted is None:
+        run.wanted = batch.wanted()
+        x_lh = last(ops, x_th, run, caches[-1])
+        if run.wanted is None:
             x_lh = ops.gather(x_lh, batch.logits_index_l)
         return ops.linear(x_lh, self.head, norm=self.norm)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bifolio.kernels.ops import Batch, Groups, LayerCache, Norm, Ops, Weight
+from bifolio.kernels.ops import Groups, LayerCache, Norm, Ops, Weight
 from bifolio.layers.forward import ForwardPass
 from bifolio.layers.indexer import SparseIndexer
 from bifolio.spec import MLASpec
@@ -41,17 +41,10 @@ class MLAttention:
     indexer: SparseIndexer | None = None
     """Set in layers that choose the positions that attention sees, for those behind them too."""
 
-    def __call__(
-        self,
-        ops: Ops,
-        x_th: Tensor,
-        run: ForwardPass,
-        cache: LayerCache,
-        wanted: Batch | None = None,
-    ) -> Tensor:
+    def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
         """Float32 [t, h]; stores the latents of the batch before it reads any.
 
-        With `wanted` (from `Batch.wanted`) the result is of those tokens alone.
+        With `run.wanted` the result is of those tokens alone.
         """
         batch, cos_sin_pd = run.batch, run.cos_sin_pd
         shape, heads, pairs = self.shape, len(self.k_up), self.shape.rope_interleaved
@@ -65,14 +58,14 @@ class MLAttention:
         if self.indexer is not None:
             run.chosen_tk = self.indexer(ops, x_th, low, self.norm, self.q_norm, run, cache)
         chosen_tk = run.chosen_tk
-        if wanted is not None:
+        if run.wanted is not None:
             index_l = batch.logits_index_l.long()
             x_th = x_th[index_l]
             if not len(x_th):
                 return x_th
             q_thr = q_thr[index_l]
             chosen_tk = None if chosen_tk is None else chosen_tk[index_l]
-            batch = wanted
+            batch = run.wanted
         latent_thc = ops.latent_attention(q_thr, batch, cache, self.scale, chosen_tk)
         values = _by_head(ops, latent_thc, self.v_up).flatten(1)
         return ops.linear(values, self.output, residual_tn=x_th)
