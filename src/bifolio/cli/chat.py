@@ -63,7 +63,7 @@ def chat(
 
     Without --url a server is started for the time of the conversation.
     Without --prompt the question is read from standard input, if that is
-    not a terminal. Below an answer stand its figures: tokens in and out,
+    not a terminal; the end of its last line is no part of it. Below an answer stand its figures: tokens in and out,
     time to the first one, pace, cached tokens, pages checked.
 
     [bold]Examples[/]
@@ -80,7 +80,7 @@ def chat(
     interactive = prompt is None and sys.stdin.isatty()
     if interactive and as_json:
         raise ConfigError("--json needs a question: give --prompt, or pipe one in")
-    text = prompt if prompt is not None or interactive else sys.stdin.read()
+    text = prompt if prompt is not None or interactive else sys.stdin.read().removesuffix("\n")
     if text is not None and not text.strip():
         raise ConfigError("the question is empty; give one with --prompt or on standard input")
     options = {"temperature": temperature, "max_completion_tokens": max_tokens, "seed": seed}

@@ -48,6 +48,14 @@ def test_json_is_one_object_with_the_answer_and_its_figures(server: FakeServer) 
     assert answer["interrupted"] is False
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_piped_question_is_the_same_with_and_without_the_end_of_its_line(
+    server: FakeServer, end: str
+) -> None:
+    chat(server, input=f"Where?\nAnswer briefly.{end}")
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "Where?\nAnswer briefly."}]
+
+
 def test_options_reach_the_request_and_absent_ones_do_not(server: FakeServer) -> None:
     chat(server, "other", "-p", "a", "--temperature", "0", "--max-tokens", "7", "--seed", "3")
     chat(server, "-p", "a")
