@@ -79,17 +79,17 @@ def test_a_plan_beside_itself_differs_in_no_bit(model: Path, items: Path, tmp_pa
 
 
 def test_distance_has_every_text_context_and_position(model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+    text = tmp_path / "a_text_of_a_long_name.txt"
     text.write_text("the river runs to the sea and the capital is in the north " * 20)
     options = ("--context", 16, "--context", 40, "--scored", 8, "--windows", 6)
-    run(
+    shown = run(
         "distance", text, "-m", model, "--candidate", "int8/bf16", *options, "--out", tmp_path / "o"
     )
     found, _ = read(tmp_path / "o")
     assert [(row["text"], row["context"]) for row in found["distance"]] == [
-        ("text.txt", 16),
-        ("text.txt", 40),
-        ("text.txt", 0),
+        ("a_text_of_a_long_name.txt", 16),
+        ("a_text_of_a_long_name.txt", 40),
+        ("a_text_of_a_long_name.txt", 0),
     ]
     whole = found["distance"][-1]
     assert (whole["windows"], whole["distance"]["positions"]) == (12, 96)
@@ -98,6 +98,8 @@ def test_distance_has_every_text_context_and_position(model: Path, tmp_path: Pat
     assert found["floor"]["kernels"] == "reference"
     assert whole["noise"]["p"] == pytest.approx(2 * 0.5**12)
     assert whole["noise"]["floor"]["kl"] < whole["distance"]["kl"] / 10
+    assert f" {whole['distance']['kl']:.5f} " in shown, "names give way on 80 columns, not figures"
+    assert "…" not in shown
 
 
 def test_the_built_in_stories_are_scored_in_both_languages(model: Path) -> None:

@@ -15,8 +15,10 @@ from bifolio.evals.session import Compared
 
 
 def _table(title: str, first: str, *names: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, no_wrap=True)
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column(first, overflow="fold")  # gives way, so that figures stay whole
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table
