@@ -63,8 +63,9 @@ def chat(
 
     Without --url a server is started for the time of the conversation.
     Without --prompt the question is read from standard input, if that is
-    not a terminal; the end of its last line is no part of it. Below an answer stand its figures: tokens in and out,
-    time to the first one, pace, cached tokens, pages checked.
+    not a terminal; the end of its last line is no part of it. Below an
+    answer stand its figures: tokens in and out, time to the first one,
+    pace, cached tokens, pages checked.
 
     [bold]Examples[/]
 
