@@ -23,8 +23,15 @@ int64_t WeightLayout::channel(int64_t panel, int64_t c) const noexcept {
 int64_t WeightLayout::groups() const noexcept { return group ? ceil_div(k, group) : 1; }
 
 int64_t WeightLayout::group_quads() const noexcept {
-  return group ? group / kQuad : ceil_div(k, kQuad);
+  return group ? group / kQuad : row_quads();
 }
+
+int64_t WeightLayout::quads_of(int64_t group) const noexcept {
+  const int64_t left = row_quads() - group * group_quads();
+  return left < group_quads() ? left : group_quads();
+}
+
+int64_t WeightLayout::row_quads() const noexcept { return ceil_div(k, kQuad); }
 
 int64_t WeightLayout::quads() const noexcept { return groups() * group_quads(); }
 
@@ -59,11 +66,9 @@ int64_t WeightLayout::quad_bytes() const noexcept {
   return 0;
 }
 
-int64_t WeightLayout::group_bytes() const noexcept {
-  return header_bytes() + group_quads() * quad_bytes();
+int64_t WeightLayout::panel_bytes() const noexcept {
+  return groups() * header_bytes() + row_quads() * quad_bytes();
 }
-
-int64_t WeightLayout::panel_bytes() const noexcept { return groups() * group_bytes(); }
 
 int64_t WeightLayout::packed_bytes() const noexcept { return panels() * panel_bytes(); }
 

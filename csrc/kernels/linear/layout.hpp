@@ -2,7 +2,8 @@
 //
 // Panels of 32 output channels; in a panel, the groups along k; in a group, a header and then one
 // line for every four inputs ("quad"). Panels, groups and lines follow each other without gaps, so
-// that a product reads one stream. Channels and inputs that n and k lack are packed as zeros.
+// that a product reads one stream. The last group has the quads that are left of k. Channels that n
+// lacks, and inputs that k lacks in its last quad, are packed as zeros.
 //
 //   panel   group 0 │ group 1 │ …
 //   group   scales of 32 channels │ offsets of 32 channels │ quad 0 │ quad 1 │ …
@@ -51,14 +52,15 @@ struct WeightLayout {
   // Of place c of a panel, or -1 beyond n.
   int64_t channel(int64_t panel, int64_t c) const noexcept;
   int64_t groups() const noexcept;
-  int64_t group_quads() const noexcept;
-  int64_t quads() const noexcept;  // of a row, padding included
+  int64_t group_quads() const noexcept;  // of a whole group
+  int64_t quads_of(int64_t group) const noexcept;
+  int64_t row_quads() const noexcept;
+  int64_t quads() const noexcept;  // of a row of activations: whole groups
   int64_t part_quads() const noexcept;  // whose int8 activations share a scale
   int64_t parts() const noexcept;
   int64_t scale_bytes() const noexcept;   // of a group's scales
   int64_t header_bytes() const noexcept;  // scales and offsets
   int64_t quad_bytes() const noexcept;
-  int64_t group_bytes() const noexcept;
   int64_t panel_bytes() const noexcept;
   int64_t packed_bytes() const noexcept;
 };

@@ -166,6 +166,7 @@ void multiply_bytes(const WeightLayout& layout, const uint8_t* panel, Ahead ahea
   const int64_t group_quads = layout.group_quads();
   const int64_t part_quads = layout.part_quads();
   const int64_t header_bytes = layout.header_bytes();
+  int64_t row_left = layout.row_quads();
   const int32_t* x = rows.words;
   const int32_t* part_sums = rows.sums;
   const float* scales = rows.scales;
@@ -178,7 +179,8 @@ void multiply_bytes(const WeightLayout& layout, const uint8_t* panel, Ahead ahea
     panel += header_bytes;
     fetch<R>(ahead, header_bytes);
     Lanes product[R][kVectors] = {};
-    int64_t left = group_quads;
+    int64_t left = group_quads < row_left ? group_quads : row_left;
+    row_left -= left;
     do {
       const int64_t quads = kManyParts && part_quads < left ? part_quads : left;
       IntLanes sums[R][kVectors];
@@ -218,6 +220,7 @@ void multiply(const WeightLayout& layout, const uint8_t* panel, Ahead ahead, con
   const int64_t groups = layout.groups();
   const int64_t group_quads = layout.group_quads();
   const int64_t header_bytes = layout.header_bytes();
+  int64_t left = layout.row_quads();
   const int32_t* x = rows.words;
   const int32_t* group_sums = rows.sums;
   Lanes total[R][kVectors];
@@ -232,7 +235,9 @@ void multiply(const WeightLayout& layout, const uint8_t* panel, Ahead ahead, con
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) sums[r][v] = Lanes{};
     }
-    for (int64_t q = 0; q < group_quads; ++q) {
+    const int64_t quads = group_quads < left ? group_quads : left;
+    left -= quads;
+    for (int64_t q = 0; q < quads; ++q) {
       fetch<R>(ahead, Codes::kLine);
       codes.template quad<R>(panel, x, sums);
       panel += Codes::kLine;

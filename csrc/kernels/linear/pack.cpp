@@ -128,14 +128,14 @@ void pack_scales(const PackArgs& a, const uint8_t* source, int64_t panel, int64_
 
 void pack_panel(const PackArgs& a, int64_t panel) {
   const WeightLayout& layout = a.layout;
-  const int64_t quads = layout.group_quads();
   const int64_t line_bytes = layout.quad_bytes();
   uint8_t* out = a.packed + panel * layout.panel_bytes();
   for (int64_t group = 0; group < layout.groups(); ++group) {
     if (a.scales) pack_scales(a, a.scales, panel, group, out);
     if (a.offsets) pack_scales(a, a.offsets, panel, group, out + layout.scale_bytes());
     out += layout.header_bytes();
-    const int64_t input = group * quads * kQuad;
+    const int64_t input = group * layout.group_quads() * kQuad;
+    const int64_t quads = layout.quads_of(group);
     switch (layout.codes) {
       case Codes::int4: pack_int4(a, panel, input, quads, out); break;
       case Codes::int8:
@@ -189,7 +189,6 @@ float read_code(const WeightLayout& layout, const uint8_t* line, int64_t c, int6
 void read_row(const EmbeddingArgs& a, int64_t channel, float* y) {
   const WeightLayout& layout = a.layout;
   const int64_t c = channel % kPanel;
-  const int64_t quads = layout.group_quads();
   const int64_t line_bytes = layout.quad_bytes();
   const uint8_t* p = a.packed + channel / kPanel * layout.panel_bytes();
   for (int64_t group = 0; group < layout.groups(); ++group) {
@@ -197,8 +196,10 @@ void read_row(const EmbeddingArgs& a, int64_t channel, float* y) {
     float offset = layout.offsets ? read_scale(layout, p + layout.scale_bytes(), c) : 0.0F;
     if (layout.zeros) offset = -(offset * scale);
     p += layout.header_bytes();
+    const int64_t first = group * layout.group_quads();
+    const int64_t quads = layout.quads_of(group);
     for (int64_t q = 0; q < quads; ++q, p += line_bytes) {
-      const int64_t input = (group * quads + q) * kQuad;
+      const int64_t input = (first + q) * kQuad;
       for (int64_t j = 0; j < kQuad && input + j < layout.k; ++j) {
         const float value = read_code(layout, p, c, j) * scale;
         y[input + j] = layout.offsets ? value + offset : value;

@@ -35,7 +35,7 @@ from bifolio.kernels.native import NativeOps
 from bifolio.kernels.native_linear import NativeWeight, Packing
 from bifolio.kernels.tensor import QuantTensor
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Of packed weights (`csrc/kernels/linear/layout.hpp`) and of these files."""
 
 _ORDER_BYTES = 4
