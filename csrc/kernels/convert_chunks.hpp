@@ -10,6 +10,11 @@ constexpr int kTokens = 16;          // that stand together in a page of any siz
 constexpr int kChunk = 2 * kTokens;  // numbers that are converted together
 constexpr int kVectors = kChunk / kLanes;
 
+inline bool is_power_of_two(float x) {
+  constexpr uint32_t kMantissa = 0x7fffff;
+  return (__builtin_bit_cast(uint32_t, x) & kMantissa) == 0 && x > 0x1p-100F && x < 0x1p100F;
+}
+
 // The scales of the numbers of a chunk, one each. In a chunk of keys, number i belongs to token
 // i / 2 of 16; in one of values, to token i % 2 of 2.
 struct ChunkScales {
@@ -20,15 +25,13 @@ struct ChunkScales {
 
   // The same for all numbers.
   static ChunkScales of(float scale) {
-    constexpr uint32_t kMantissa = 0x7fffff;
     ChunkScales s;
     for (int i = 0; i < kChunk; ++i) {
       s.scale[i] = scale;
       s.inverse[i] = 1 / scale;
     }
     s.all = scale;
-    s.exact = (__builtin_bit_cast(uint32_t, scale) & kMantissa) == 0 && scale > 0x1p-100F &&
-              scale < 0x1p100F;
+    s.exact = is_power_of_two(scale);
     return s;
   }
 

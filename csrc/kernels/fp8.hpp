@@ -115,9 +115,13 @@ class E4m3ToBf16 {
 
   // 64 codes in fewer instructions than twice 32.
   void operator()(const void* codes, __m512i& first, __m512i& second) const {
+    (*this)(_mm512_loadu_si512(codes), first, second);
+  }
+
+  void operator()(__m512i packed, __m512i& first, __m512i& second) const {
     // Bytes are interleaved within each quarter: bring there what belongs there.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    const __m512i code = _mm512_permutexvar_epi64(order, packed);
     const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
     const __m512i high = with_sign(_mm512_permutex2var_epi8(high_[0], code, high_[1]), code);
     first = _mm512_unpacklo_epi8(low, high);

@@ -1,0 +1,195 @@
+// Heads converted where either side has a scale per token: the quick ways of AVX-512.
+#pragma once
+
+#include "kernels/convert_side.hpp"
+#include "kernels/convert_vectors.hpp"
+
+#if defined(__AVX512F__)
+namespace bifolio::BIFOLIO_ISA {
+
+template <int kValue>
+struct IntConstant {
+  static constexpr int value = kValue;
+};
+
+// Calls fn(first token, constant number of groups of kTokens) for all keys of a page. Rows of 64
+// tokens are read whole: they are whole lines of memory on either side.
+template <class Fn>
+void for_key_blocks(int64_t page_size, const Fn& fn) {
+  constexpr int64_t kMost = 4;
+  switch (page_size / kTokens) {
+    case 1: return fn(int64_t{0}, IntConstant<1>{});
+    case 2: return fn(int64_t{0}, IntConstant<2>{});
+    default:
+      for (int64_t first = 0; first < page_size; first += kMost * kTokens) {
+        fn(first, IntConstant<kMost>{});
+      }
+  }
+}
+
+inline __m256i load_halves_256(const uint16_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+// To codes: `Source` is how the numbers are stored, `Scales` how they are divided.
+template <class Source, class Scales, bool kTokenTarget>
+class HeadEncoder {
+ public:
+  HeadEncoder(const Side& from, const Side& to) : from_(from), to_(to) {}
+
+  // false: not of these numbers; some of the target may be written then.
+  template <int kGroups>
+  bool keys(int64_t head, int64_t first) const {
+    const Chunks rows = keys_of(from_, to_, head, first);
+    Scales scales[kGroups][2];
+    typename Source::Greatest best[kGroups];
+    if constexpr (kTokenTarget) {
+      for (int64_t i = 0; i < rows.count; ++i) {
+        const uint8_t* row = rows.source + i * rows.source_pitch;
+        for (int g = 0; g < kGroups; ++g) best[g].take(row + g * Source::kBytes);
+      }
+    }
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t token = first + g * kTokens;
+      const __m512 absmax = absmax_of_keys(best[g].result(encode_.source()));
+      if (!find(from_.pages.k_scales(from_.page, head) + token, from_.k_scale(head), absmax,
+                to_.pages.k_scales(to_.page, head) + token, to_.k_scale(head), scales[g][0])) {
+        return false;
+      }
+      scales[g][1] = scales[g][0];
+    }
+    constexpr int kRows = kGroups == 1 ? 2 : 1;
+    const int64_t ahead = keys_after(head, first + kGroups * kTokens) - rows.source;
+    for (int64_t i = 0; i < rows.count; i += kRows) {
+      for (int g = 0; g < kGroups; g += 2) {
+        const uint8_t* source = rows.source + i * rows.source_pitch + g * Source::kBytes;
+        uint8_t* target = rows.target + i * rows.target_pitch + g * kChunk;
+        prefetch(source + ahead);
+        encode_(source, target, 1, scales[g], scales[kGroups == 1 ? 0 : g + 1]);
+      }
+    }
+    return true;
+  }
+
+  // Of kTokens tokens.
+  bool values(int64_t head, int64_t first) const {
+    const Chunks pair = values_of(from_, to_, head, first);
+    const int64_t source_bytes = pair.count * pair.source_pitch;
+    __m512i best[kTokens / 2] = {};
+    if constexpr (kTokenTarget) {
+      for (int p = 0; p < kTokens / 2; ++p) {
+        typename Source::Greatest of_pair;
+        for (int64_t i = 0; i < pair.count; ++i) {
+          of_pair.take(pair.source + p * source_bytes + i * Source::kBytes);
+        }
+        best[p] = of_pair.result(encode_.source());
+      }
+    }
+    Scales all;
+    if (!find(from_.pages.v_scales(from_.page, head) + first, from_.v_scale(head),
+              absmax_of_values(best), to_.pages.v_scales(to_.page, head) + first,
+              to_.v_scale(head), all)) {
+      return false;
+    }
+    for (int p = 0; p < kTokens / 2; ++p) {
+      const Scales scales[] = {all.of(2 * p), all.of(2 * p + 1)};
+      for (int64_t i = 0; i < pair.count; i += 2) {
+        const uint8_t* source = pair.source + p * source_bytes + i * Source::kBytes;
+        uint8_t* target = pair.target + (p * pair.count + i) * kChunk;
+        prefetch(source + kTokens / 2 * source_bytes);
+        encode_(source, target, i + 1 < pair.count, scales, scales);  // or the last chunk twice
+      }
+    }
+    return true;
+  }
+
+ private:
+  // The scales of kTokens tokens; those of the target are found and stored.
+  bool find(const uint16_t* source_scales, float source_scale, __m512 absmax,
+            uint16_t* target_scales, float target_scale, Scales& scales) const {
+    __m512 from = _mm512_set1_ps(source_scale);
+    if (from_.token_scales()) {
+      const __m256i halves = load_halves_256(source_scales);
+      constexpr int16_t kMost = 0x7bff;
+      if (_mm256_cmpgt_epu16_mask(halves, _mm256_set1_epi16(kMost)) != 0) return false;
+      from = _mm512_cvtph_ps(halves);
+    }
+    __m512 to = _mm512_set1_ps(target_scale);
+    if constexpr (kTokenTarget) {
+      absmax *= from;
+      if (!has_token_scales(absmax)) return false;
+      const __m256i halves = token_scales(absmax);
+      std::memcpy(target_scales, &halves, sizeof halves);
+      to = _mm512_cvtph_ps(halves);
+    }
+    scales = Scales::over(from, to);
+    return true;
+  }
+
+  const uint8_t* keys_after(int64_t head, int64_t token) const {
+    return token < from_.pages.page_size ? keys_of(from_, to_, head, token).source
+                                         : keys_of(from_, to_, head + 1, 0).source;
+  }
+
+  // Two chunks of what comes next.
+  static void prefetch(const uint8_t* source) {
+    for (int64_t i = 0; i < 2 * Source::kBytes; i += 64) _mm_prefetch(source + i, _MM_HINT_T0);
+  }
+
+  const Side& from_;
+  const Side& to_;
+  PairEncoder<Source, !kTokenTarget> encode_;
+};
+
+// To bf16.
+class HeadDecoder {
+ public:
+  HeadDecoder(const Side& from, const Side& to) : from_(from), to_(to) {}
+
+  template <int kGroups>
+  bool keys(int64_t head, int64_t first) const {
+    const __m512i half = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    const __m512i other = _mm512_add_epi32(half, _mm512_set1_epi32(kTokens / 2));
+    const Chunks rows = keys_of(from_, to_, head, first);
+    __m512 scales[kGroups][2];
+    for (int g = 0; g < kGroups; ++g) {
+      const __m512 all = load_scales(from_.pages.k_scales(from_.page, head) + first + g * kTokens);
+      scales[g][0] = _mm512_permutexvar_ps(half, all);
+      scales[g][1] = _mm512_permutexvar_ps(other, all);
+    }
+    for (int64_t i = 0; i < rows.count; ++i) {
+      for (int g = 0; g < kGroups; ++g) {
+        decode_(rows.source + i * rows.source_pitch + g * kChunk,
+                rows.target + i * rows.target_pitch + 2 * g * kChunk, scales[g][0], scales[g][1]);
+      }
+    }
+    return true;
+  }
+
+  bool values(int64_t head, int64_t first) const {
+    Chunks pair = values_of(from_, to_, head, first);
+    double scales[kTokens / 2];  // two in each
+    _mm512_storeu_ps(scales, load_scales(from_.pages.v_scales(from_.page, head) + first));
+    for (const double both : scales) {
+      const __m512 alternating = _mm512_castpd_ps(_mm512_set1_pd(both));
+      for (int64_t i = 0; i < pair.count; ++i) {
+        decode_(pair.source, pair.target, alternating, alternating);
+        pair.source += pair.source_pitch;
+        pair.target += pair.target_pitch;
+      }
+    }
+    return true;
+  }
+
+ private:
+  static __m512 load_scales(const uint16_t* scales) {
+    return _mm512_cvtph_ps(load_halves_256(scales));
+  }
+
+  const Side& from_;
+  const Side& to_;
+  TokenDecoder decode_;
+};
+
+}  // namespace bifolio::BIFOLIO_ISA
+#endif
