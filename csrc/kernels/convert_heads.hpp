@@ -12,18 +12,16 @@ struct IntConstant {
   static constexpr int value = kValue;
 };
 
-// Calls fn(first token, constant number of groups of kTokens) for all keys of a page. Rows of 64
-// tokens are read whole: they are whole lines of memory on either side.
+// Calls fn with the number of groups of kTokens in a page as a constant.
 template <class Fn>
-void for_key_blocks(int64_t page_size, const Fn& fn) {
-  constexpr int64_t kMost = 4;
+bool with_groups(int64_t page_size, const Fn& fn) {
   switch (page_size / kTokens) {
-    case 1: return fn(int64_t{0}, IntConstant<1>{});
-    case 2: return fn(int64_t{0}, IntConstant<2>{});
-    default:
-      for (int64_t first = 0; first < page_size; first += kMost * kTokens) {
-        fn(first, IntConstant<kMost>{});
-      }
+    case 1: return fn(IntConstant<1>{});
+    case 2: return fn(IntConstant<2>{});
+    case 4: return fn(IntConstant<4>{});
+    case 8: return fn(IntConstant<8>{});
+    case 16: return fn(IntConstant<16>{});
+    default: return false;
   }
 }
 
@@ -37,11 +35,10 @@ class HeadEncoder {
  public:
   HeadEncoder(const Side& from, const Side& to) : from_(from), to_(to) {}
 
-  // false: not of these numbers; some of the target may be written then.
+  // Of all tokens of a page; false: not of these numbers, and some of the target may be written.
   template <int kGroups>
-  bool keys(int64_t head, int64_t first) const {
-    const Chunks rows = keys_of(from_, to_, head, first);
-    Scales scales[kGroups][2];
+  bool keys(int64_t head) const {
+    const Chunks rows = keys_of(from_, to_, head, 0);
     typename Source::Greatest best[kGroups];
     if constexpr (kTokenTarget) {
       for (int64_t i = 0; i < rows.count; ++i) {
@@ -49,23 +46,23 @@ class HeadEncoder {
         for (int g = 0; g < kGroups; ++g) best[g].take(row + g * Source::kBytes);
       }
     }
+    Scales scales[kGroups];
     for (int g = 0; g < kGroups; ++g) {
-      const int64_t token = first + g * kTokens;
       const __m512 absmax = absmax_of_keys(best[g].result(encode_.source()));
-      if (!find(from_.pages.k_scales(from_.page, head) + token, from_.k_scale(head), absmax,
-                to_.pages.k_scales(to_.page, head) + token, to_.k_scale(head), scales[g][0])) {
+      if (!find(from_.pages.k_scales(from_.page, head) + g * kTokens, from_.k_scale(head), absmax,
+                to_.pages.k_scales(to_.page, head) + g * kTokens, to_.k_scale(head), scales[g])) {
         return false;
       }
-      scales[g][1] = scales[g][0];
     }
-    constexpr int kRows = kGroups == 1 ? 2 : 1;
-    const int64_t ahead = keys_after(head, first + kGroups * kTokens) - rows.source;
-    for (int64_t i = 0; i < rows.count; i += kRows) {
-      for (int g = 0; g < kGroups; g += 2) {
-        const uint8_t* source = rows.source + i * rows.source_pitch + g * Source::kBytes;
-        uint8_t* target = rows.target + i * rows.target_pitch + g * kChunk;
-        prefetch(source + ahead);
-        encode_(source, target, 1, scales[g], scales[kGroups == 1 ? 0 : g + 1]);
+    // Larger heads and the next one are too much for the first cache.
+    constexpr _mm_hint kHint = kGroups > 4 ? _MM_HINT_T1 : _MM_HINT_T0;
+    for (int64_t i = 0; i < rows.count; i += 2) {  // in the order of memory: no row is met twice
+      const uint8_t* source = rows.source + i * rows.source_pitch;
+      uint8_t* target = rows.target + i * rows.target_pitch;
+      for (int g = 0; g < kGroups; ++g) {
+        prefetch<kHint>(source + g * Source::kBytes + rows.count * rows.source_pitch);
+        prefetch<kHint>(source + g * Source::kBytes + (rows.count + 1) * rows.source_pitch);
+        encode_(source + g * Source::kBytes, target + g * kChunk, kGroups, scales[g], scales[g]);
       }
     }
     return true;
@@ -92,12 +89,14 @@ class HeadEncoder {
       return false;
     }
     for (int p = 0; p < kTokens / 2; ++p) {
-      const Scales scales[] = {all.of(2 * p), all.of(2 * p + 1)};
+      const Scales even = all.of(2 * p);
+      const Scales odd = all.of(2 * p + 1);
       for (int64_t i = 0; i < pair.count; i += 2) {
         const uint8_t* source = pair.source + p * source_bytes + i * Source::kBytes;
         uint8_t* target = pair.target + (p * pair.count + i) * kChunk;
-        prefetch(source + kTokens / 2 * source_bytes);
-        encode_(source, target, i + 1 < pair.count, scales, scales);  // or the last chunk twice
+        prefetch<_MM_HINT_T0>(source + kTokens / 2 * source_bytes);
+        prefetch<_MM_HINT_T0>(source + kTokens / 2 * source_bytes + Source::kBytes);
+        encode_(source, target, i + 1 < pair.count, even, odd);  // or the last chunk twice
       }
     }
     return true;
@@ -126,14 +125,10 @@ class HeadEncoder {
     return true;
   }
 
-  const uint8_t* keys_after(int64_t head, int64_t token) const {
-    return token < from_.pages.page_size ? keys_of(from_, to_, head, token).source
-                                         : keys_of(from_, to_, head + 1, 0).source;
-  }
-
-  // Two chunks of what comes next.
+  // A chunk of what comes next.
+  template <_mm_hint kHint>
   static void prefetch(const uint8_t* source) {
-    for (int64_t i = 0; i < 2 * Source::kBytes; i += 64) _mm_prefetch(source + i, _MM_HINT_T0);
+    _mm_prefetch(source, kHint);
   }
 
   const Side& from_;
@@ -147,13 +142,13 @@ class HeadDecoder {
   HeadDecoder(const Side& from, const Side& to) : from_(from), to_(to) {}
 
   template <int kGroups>
-  bool keys(int64_t head, int64_t first) const {
+  bool keys(int64_t head) const {
     const __m512i half = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512i other = _mm512_add_epi32(half, _mm512_set1_epi32(kTokens / 2));
-    const Chunks rows = keys_of(from_, to_, head, first);
+    const Chunks rows = keys_of(from_, to_, head, 0);
     __m512 scales[kGroups][2];
     for (int g = 0; g < kGroups; ++g) {
-      const __m512 all = load_scales(from_.pages.k_scales(from_.page, head) + first + g * kTokens);
+      const __m512 all = load_scales(from_.pages.k_scales(from_.page, head) + g * kTokens);
       scales[g][0] = _mm512_permutexvar_ps(half, all);
       scales[g][1] = _mm512_permutexvar_ps(other, all);
     }

@@ -1,6 +1,7 @@
 #include "kernels/convert_pages.hpp"
 
 #include "kernels/convert_heads.hpp"
+#include "kernels/convert_runs.hpp"
 #include "kernels/convert_side.hpp"
 
 namespace bifolio::BIFOLIO_ISA {
@@ -29,8 +30,13 @@ void convert_plain(const Side& from, const Side& to) {
     run.source_pitch = kChunk * from.pages.number_bytes();
     run.target_pitch = kChunk * to.pages.number_bytes();
     run.count = chunks * (end - first);
-    convert(run, from.pages.kind, ChunkScales::of(scale_of(from, first)), to.pages.kind,
-            ChunkScales::of(scale_of(to, first)));
+    const float source_scale = scale_of(from, first);
+    const float target_scale = scale_of(to, first);
+#if defined(__AVX512F__)
+    if (convert_run(run, from.pages.kind, source_scale, to.pages.kind, target_scale)) continue;
+#endif
+    convert(run, from.pages.kind, ChunkScales::of(source_scale), to.pages.kind,
+            ChunkScales::of(target_scale));
   }
 }
 
@@ -103,10 +109,10 @@ void convert_head_values(const Side& from, const Side& to, int64_t head) {
 // The same by a HeadEncoder or HeadDecoder, and what it cannot do one by one.
 template <class Coder>
 void convert_head_keys(const Side& from, const Side& to, int64_t head, const Coder& coder) {
-  for_key_blocks(from.pages.page_size, [&](int64_t first, auto groups) {
-    if (coder.template keys<groups.value>(head, first)) return;
-    for (int g = 0; g < groups.value; ++g) convert_keys(from, to, head, first + g * kTokens);
+  const bool done = with_groups(from.pages.page_size, [&](auto groups) {
+    return coder.template keys<groups.value>(head);
   });
+  if (!done) convert_head_keys(from, to, head);
 }
 
 template <class Coder>

@@ -217,12 +217,12 @@ class E4m3Rounding {
     lower_ = _mm512_sub_epi8(upper_, _mm512_set1_epi8(1));
   }
 
-  // Of two chunks, whose even and odd numbers have these scales. `kClamp`: beyond 448 is 448, of
+  // Of two chunks whose even and odd numbers have these scales. `kClamp`: beyond 448 is 448, of
   // which a NaN keeps nothing but its sign; else there must be neither.
   template <bool kClamp, class Scales>
-  __m512i operator()(const ChunkPair& x, const Scales (&first)[2], const Scales (&second)[2]) const {
-    const __m512i a = words<kClamp>(x.first, first);
-    const __m512i b = words<kClamp>(x.second, second);
+  __m512i operator()(const ChunkPair& x, const Scales& even, const Scales& odd) const {
+    const __m512i a = words<kClamp>(x.first, even, odd);
+    const __m512i b = words<kClamp>(x.second, even, odd);
     const __m512i one = _mm512_set1_epi8(1);
     const __m512i code = _mm512_permutex2var_epi8(a, upper_, b);
     const __m512i rest = _mm512_permutex2var_epi8(a, lower_, b);  // an even number
@@ -250,10 +250,10 @@ class E4m3Rounding {
   // Of even, then odd numbers: sign and code, cut off, in the upper byte of a word; in the lower
   // one what comes behind the code. (Below 2, fp16's first exponent bit is 0 and makes room.)
   template <bool kClamp, class Scales>
-  static __m512i words(__m512i numbers, const Scales (&scales)[2]) {
-    const __m256i even = cut<Scales::kExcess>(scales[0](even_numbers(numbers)));
-    const __m256i odd = cut<Scales::kExcess>(scales[1](odd_numbers(numbers)));
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+  static __m512i words(__m512i numbers, const Scales& even, const Scales& odd) {
+    const __m256i first = cut<Scales::kExcess>(even(even_numbers(numbers)));
+    const __m256i second = cut<Scales::kExcess>(odd(odd_numbers(numbers)));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
     __m512i magnitude = _mm512_add_epi16(both, both);
     if constexpr (kClamp) magnitude = _mm512_min_epu16(magnitude, _mm512_set1_epi16(0x7e00));
     return with_signs(magnitude, both);
@@ -268,11 +268,11 @@ class PairEncoder {
  public:
   // Two chunks, the second one so many chunks behind, whose even and odd numbers have these scales.
   template <class Scales>
-  void operator()(const uint8_t* source, uint8_t* target, int64_t behind, const Scales (&first)[2],
-                  const Scales (&second)[2]) const {
+  void operator()(const uint8_t* source, uint8_t* target, int64_t behind, const Scales& even,
+                  const Scales& odd) const {
     const uint8_t* other = source + behind * Source::kBytes;
     const ChunkPair pair = source_.template read<kClamp>(source, other);
-    __m512i codes = round_.template operator()<kClamp>(pair, first, second);
+    __m512i codes = round_.template operator()<kClamp>(pair, even, odd);
     if constexpr (kClamp) codes = Source::with_nan(codes, source, other);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_castsi512_si256(codes));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + behind * kChunk),
