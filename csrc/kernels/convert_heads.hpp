@@ -1,8 +1,8 @@
 // Heads converted where either side has a scale per token: the quick ways of AVX-512.
 #pragma once
 
+#include "kernels/convert_codes.hpp"
 #include "kernels/convert_side.hpp"
-#include "kernels/convert_vectors.hpp"
 
 #if defined(__AVX512F__)
 namespace bifolio::BIFOLIO_ISA {
@@ -29,8 +29,8 @@ inline __m256i load_halves_256(const uint16_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-// To codes: `Source` is how the numbers are stored, `Scales` how they are divided.
-template <class Source, class Scales, bool kTokenTarget>
+// To codes, by a coder of bf16 numbers or of codes.
+template <class Coder, bool kTokenTarget>
 class HeadEncoder {
  public:
   HeadEncoder(const Side& from, const Side& to) : from_(from), to_(to) {}
@@ -39,20 +39,22 @@ class HeadEncoder {
   template <int kGroups>
   bool keys(int64_t head) const {
     const Chunks rows = keys_of(from_, to_, head, 0);
-    typename Source::Greatest best[kGroups];
+    typename Coder::Greatest best[kGroups];
     if constexpr (kTokenTarget) {
       for (int64_t i = 0; i < rows.count; ++i) {
         const uint8_t* row = rows.source + i * rows.source_pitch;
-        for (int g = 0; g < kGroups; ++g) best[g].take(row + g * Source::kBytes);
+        for (int g = 0; g < kGroups; ++g) best[g].take(row + g * Coder::kBytes);
       }
     }
-    Scales scales[kGroups];
+    decltype(Scales{}.keys()) scales[kGroups];
     for (int g = 0; g < kGroups; ++g) {
-      const __m512 absmax = absmax_of_keys(best[g].result(encode_.source()));
+      Scales found;
+      const __m512 absmax = absmax_of_keys(best[g].result(widen_));
       if (!find(from_.pages.k_scales(from_.page, head) + g * kTokens, from_.k_scale(head), absmax,
-                to_.pages.k_scales(to_.page, head) + g * kTokens, to_.k_scale(head), scales[g])) {
+                to_.pages.k_scales(to_.page, head) + g * kTokens, to_.k_scale(head), found)) {
         return false;
       }
+      scales[g] = found.keys();
     }
     // Larger heads and the next one are too much for the first cache.
     constexpr _mm_hint kHint = kGroups > 4 ? _MM_HINT_T1 : _MM_HINT_T0;
@@ -60,9 +62,9 @@ class HeadEncoder {
       const uint8_t* source = rows.source + i * rows.source_pitch;
       uint8_t* target = rows.target + i * rows.target_pitch;
       for (int g = 0; g < kGroups; ++g) {
-        prefetch<kHint>(source + g * Source::kBytes + rows.count * rows.source_pitch);
-        prefetch<kHint>(source + g * Source::kBytes + (rows.count + 1) * rows.source_pitch);
-        encode_(source + g * Source::kBytes, target + g * kChunk, kGroups, scales[g], scales[g]);
+        prefetch<kHint>(source + g * Coder::kBytes + rows.count * rows.source_pitch);
+        prefetch<kHint>(source + g * Coder::kBytes + (rows.count + 1) * rows.source_pitch);
+        code_(source + g * Coder::kBytes, target + g * kChunk, kGroups, scales[g]);
       }
     }
     return true;
@@ -75,11 +77,11 @@ class HeadEncoder {
     __m512i best[kTokens / 2] = {};
     if constexpr (kTokenTarget) {
       for (int p = 0; p < kTokens / 2; ++p) {
-        typename Source::Greatest of_pair;
+        typename Coder::Greatest of_pair;
         for (int64_t i = 0; i < pair.count; ++i) {
-          of_pair.take(pair.source + p * source_bytes + i * Source::kBytes);
+          of_pair.take(pair.source + p * source_bytes + i * Coder::kBytes);
         }
-        best[p] = of_pair.result(encode_.source());
+        best[p] = of_pair.result(widen_);
       }
     }
     Scales all;
@@ -89,20 +91,21 @@ class HeadEncoder {
       return false;
     }
     for (int p = 0; p < kTokens / 2; ++p) {
-      const Scales even = all.of(2 * p);
-      const Scales odd = all.of(2 * p + 1);
+      const auto scales = all.values(p);
       for (int64_t i = 0; i < pair.count; i += 2) {
-        const uint8_t* source = pair.source + p * source_bytes + i * Source::kBytes;
+        const uint8_t* source = pair.source + p * source_bytes + i * Coder::kBytes;
         uint8_t* target = pair.target + (p * pair.count + i) * kChunk;
         prefetch<_MM_HINT_T0>(source + kTokens / 2 * source_bytes);
-        prefetch<_MM_HINT_T0>(source + kTokens / 2 * source_bytes + Source::kBytes);
-        encode_(source, target, i + 1 < pair.count, even, odd);  // or the last chunk twice
+        prefetch<_MM_HINT_T0>(source + kTokens / 2 * source_bytes + Coder::kBytes);
+        code_(source, target, i + 1 < pair.count, scales);  // or the last chunk twice
       }
     }
     return true;
   }
 
  private:
+  using Scales = typename Coder::Scales;
+
   // The scales of kTokens tokens; those of the target are found and stored.
   bool find(const uint16_t* source_scales, float source_scale, __m512 absmax,
             uint16_t* target_scales, float target_scale, Scales& scales) const {
@@ -133,7 +136,8 @@ class HeadEncoder {
 
   const Side& from_;
   const Side& to_;
-  PairEncoder<Source, !kTokenTarget> encode_;
+  Coder code_;
+  E4m3ToBf16 widen_;
 };
 
 // To bf16.

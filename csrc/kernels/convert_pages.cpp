@@ -136,21 +136,21 @@ void convert_heads(const Side& from, const Side& to, const Coder& coder) {  // i
 // From codes to codes: one side has a scale per token, the other too or these static ones.
 template <bool kTokenTarget>
 void convert_codes(const Side& from, const Side& to) {
-  const HeadEncoder<E4m3Chunks, Product, kTokenTarget> product(from, to);
-  const HeadEncoder<E4m3Chunks, Quotient, kTokenTarget> quotient(from, to);
-  const auto with_coder = [&](float scale, const auto& fn) {
-    if (!Quotient::can_use(scale)) return fn();
-    return is_power_of_two(scale) ? fn(product) : fn(quotient);
-  };
+  const HeadEncoder<CodeCoder, kTokenTarget> coder(from, to);
+  const Side& fixed = kTokenTarget ? from : to;
   for (int64_t head = 0; head < from.pages.kv_heads; ++head) {
-    with_coder(kTokenTarget ? from.k_scale(head) : to.k_scale(head), [&](const auto&... coder) {
-      convert_head_keys(from, to, head, coder...);
-    });
+    if (Quotient::can_use(fixed.k_scale(head))) {
+      convert_head_keys(from, to, head, coder);
+    } else {
+      convert_head_keys(from, to, head);
+    }
   }
   for (int64_t head = 0; head < from.pages.kv_heads; ++head) {
-    with_coder(kTokenTarget ? from.v_scale(head) : to.v_scale(head), [&](const auto&... coder) {
-      convert_head_values(from, to, head, coder...);
-    });
+    if (Quotient::can_use(fixed.v_scale(head))) {
+      convert_head_values(from, to, head, coder);
+    } else {
+      convert_head_values(from, to, head);
+    }
   }
 }
 #endif
@@ -159,7 +159,7 @@ void convert_codes(const Side& from, const Side& to) {
 void convert_tokens(const Side& from, const Side& to) {
 #if defined(__AVX512F__)
   if (from.pages.kind == kCacheBf16) {
-    return convert_heads(from, to, HeadEncoder<Bf16Chunks, Product, true>(from, to));
+    return convert_heads(from, to, HeadEncoder<Bf16Coder, true>(from, to));
   }
   if (to.pages.kind == kCacheBf16) return convert_heads(from, to, HeadDecoder(from, to));
   if (from.pages.kind != kCacheFp32 && to.pages.kind != kCacheFp32) {

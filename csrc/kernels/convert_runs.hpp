@@ -81,6 +81,34 @@ class Bf16ToE4m3 {
   __m512i mantissa_[5][2];
 };
 
+// e4m3 of 64 bf16 numbers over any scale.
+class ScaledBf16ToE4m3 {
+ public:
+  explicit ScaledBf16ToE4m3(float scale)
+      : quotient_(Quotient::over(_mm512_set1_ps(1), _mm512_set1_ps(scale))) {}
+
+  void operator()(const uint8_t* numbers, uint8_t* codes) const {
+    const __m512i a = _mm512_loadu_si512(numbers);
+    const __m512i b = _mm512_loadu_si512(numbers + 64);
+    const __m512i made = round_.operator()<true>(within(a), within(b), quotient_, quotient_);
+    const __mmask64 nan = _mm512_kunpackd(is_nan(b), is_nan(a));
+    _mm512_storeu_si512(codes, _mm512_or_si512(made, _mm512_maskz_set1_epi8(nan, 0x7f)));
+  }
+
+ private:
+  // What the inverse of a scale brings into float32.
+  static __m512i within(__m512i numbers) {
+    constexpr int16_t kMost = (127 + 64) << 7;  // 2^64
+    return with_signs(_mm512_min_epu16(bf16_magnitudes(numbers), _mm512_set1_epi16(kMost)), numbers);
+  }
+  static __mmask32 is_nan(__m512i numbers) {
+    return _mm512_cmpgt_epu16_mask(bf16_magnitudes(numbers), _mm512_set1_epi16(0x7f80));
+  }
+
+  Quotient quotient_;
+  E4m3Rounding round_;
+};
+
 // Codes of codes: looked up, as there are only 128 magnitudes.
 class E4m3ToE4m3 {
  public:
@@ -116,11 +144,8 @@ inline bool convert_run(const Chunks& c, int64_t source_kind, float from, int64_
       return true;
     }
     if (!Quotient::can_use(to)) return false;
-    const PairEncoder<Bf16Chunks, true> encode;
-    const Quotient scale = Quotient::over(_mm512_set1_ps(1), _mm512_set1_ps(to));
-    for (int64_t i = 0; i < steps; ++i) {
-      encode(c.source + 128 * i, c.target + 64 * i, 1, scale, scale);
-    }
+    const ScaledBf16ToE4m3 run(to);
+    for (int64_t i = 0; i < steps; ++i) run(c.source + 128 * i, c.target + 64 * i);
     return true;
   }
   if (source_kind == kCacheFp8 && target_kind == kCacheBf16) {

@@ -6,10 +6,14 @@
 #if defined(__AVX512F__)
 namespace bifolio::BIFOLIO_ISA {
 
-// Two chunks as bf16 numbers.
-struct ChunkPair {
-  __m512i first, second;
-};
+inline __m256i load_chunk(const uint8_t* codes) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+}
+
+inline void store_codes(__m512i codes, uint8_t* first, uint8_t* second) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(first), _mm512_castsi512_si256(codes));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(second), _mm512_extracti64x4_epi64(codes, 1));
+}
 
 inline __m512 even_numbers(__m512i chunk) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(chunk, 16));
@@ -20,6 +24,10 @@ inline __m512 odd_numbers(__m512i chunk) {
   return _mm512_castsi512_ps(_mm512_and_si512(chunk, upper));
 }
 
+inline __m512i bf16_magnitudes(__m512i chunk) {
+  return _mm512_and_si512(chunk, _mm512_set1_epi16(0x7fff));
+}
+
 // Words of which the first bit is that of others.
 inline __m512i with_signs(__m512i words, __m512i others) {
   constexpr int kChoose = 0xe4;  // c ? a : b
@@ -27,94 +35,27 @@ inline __m512i with_signs(__m512i words, __m512i others) {
                                    kChoose);
 }
 
-// NaN for some codes, which keep their signs.
-inline __m512i put_nan(__m512i codes, __mmask64 where) {
-  return _mm512_or_si512(codes, _mm512_maskz_set1_epi8(where, 0x7f));
-}
-
-// Chunks as they are stored: read as bf16; the greatest magnitude at each place; and codes made from
-// chunks whose numbers may be beyond 448 or NaN. read<kClamp> then keeps within what a scale can
-// bring into float32; what was NaN must be put back.
-class Bf16Chunks {
+// The greatest magnitude at each place of chunks, as bf16.
+class GreatestBf16 {
  public:
-  static constexpr int64_t kBytes = 2 * kChunk;
-
-  template <bool kClamp>
-  ChunkPair read(const uint8_t* first, const uint8_t* second) const {
-    return {read<kClamp>(first), read<kClamp>(second)};
+  void take(const uint8_t* chunk) {
+    best_ = _mm512_max_epu16(best_, bf16_magnitudes(_mm512_loadu_si512(chunk)));
   }
-
-  static __m512i with_nan(__m512i codes, const uint8_t* first, const uint8_t* second) {
-    const __mmask64 nan = _mm512_kunpackd(nan_mask(second), nan_mask(first));
-    return put_nan(codes, nan);
-  }
-
-  class Greatest {
-   public:
-    void take(const uint8_t* chunk) { best_ = _mm512_max_epu16(best_, magnitudes(chunk)); }
-    __m512i result(const Bf16Chunks&) const { return best_; }
-
-   private:
-    __m512i best_ = _mm512_setzero_si512();
-  };
+  __m512i result(const E4m3ToBf16&) const { return best_; }
 
  private:
-  static __m512i magnitudes(const uint8_t* chunk) {
-    return _mm512_and_si512(_mm512_loadu_si512(chunk), _mm512_set1_epi16(0x7fff));
-  }
-  static __mmask32 nan_mask(const uint8_t* chunk) {
-    return _mm512_cmpgt_epu16_mask(magnitudes(chunk), _mm512_set1_epi16(0x7f80));
-  }
-  template <bool kClamp>
-  static __m512i read(const uint8_t* chunk) {
-    const __m512i x = _mm512_loadu_si512(chunk);
-    if constexpr (!kClamp) return x;
-    constexpr int16_t kMost = (127 + 64) << 7;  // 2^64
-    const __m512i within = _mm512_min_epu16(magnitudes(chunk), _mm512_set1_epi16(kMost));
-    return with_signs(within, x);
-  }
+  __m512i best_ = _mm512_setzero_si512();
 };
 
-class E4m3Chunks {
+class GreatestCode {
  public:
-  static constexpr int64_t kBytes = kChunk;
-
-  template <bool kClamp>
-  ChunkPair read(const uint8_t* first, const uint8_t* second) const {
-    ChunkPair pair;
-    widen_(codes(first, second), pair.first, pair.second);
-    return pair;
+  void take(const uint8_t* chunk) {
+    best_ = _mm256_max_epu8(best_, _mm256_and_si256(load_chunk(chunk), _mm256_set1_epi8(0x7f)));
   }
-
-  static __m512i with_nan(__m512i codes_made, const uint8_t* first, const uint8_t* second) {
-    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    const __m512i all = _mm512_set1_epi8(static_cast<char>(0xff));
-    const __mmask64 nan =
-        _mm512_cmpeq_epi8_mask(_mm512_or_si512(codes(first, second), sign), all);
-    return put_nan(codes_made, nan);
-  }
-
-  class Greatest {
-   public:
-    void take(const uint8_t* chunk) {
-      const __m256i magnitude = _mm256_and_si256(load(chunk), _mm256_set1_epi8(0x7f));
-      best_ = _mm256_max_epu8(best_, magnitude);
-    }
-    __m512i result(const E4m3Chunks& chunks) const { return chunks.widen_(best_); }
-
-   private:
-    __m256i best_ = _mm256_setzero_si256();
-  };
+  __m512i result(const E4m3ToBf16& widen) const { return widen(best_); }
 
  private:
-  static __m256i load(const uint8_t* chunk) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(chunk));
-  }
-  static __m512i codes(const uint8_t* first, const uint8_t* second) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(load(first)), load(second), 1);
-  }
-
-  E4m3ToBf16 widen_;
+  __m256i best_ = _mm256_setzero_si256();
 };
 
 // Greatest magnitudes of kTokens tokens in float32, NaN for a token that has one, from those of the
@@ -157,28 +98,27 @@ inline __m256i token_scales(__m512 absmax) {
   return _mm256_mask_mov_epi16(scale, zero, _mm256_set1_epi16(0x3c00));
 }
 
-// Numbers times one scale over another, and 2^-8 of that, one way or the other. What E4m3Rounding is
-// given must only be on the right side of every tie of two codes.
+// Quotients by scales, and 2^-8 of that. Codes only ask on which side of each tie of two codes they
+// are, ties being numbers of 5 bits.
 
-// One product. Where the quotient is no tie, it is far from one if number * from and to * tie are
-// integers of at most 16 bits in a common unit, so that they differ by 1: a tie has 5 bits, a code 4,
-// a bf16 number 8, a scale of fp16 11, a power of two 1. The product is near enough, and is taken
-// 2^-20 too large, so that it is never below a tie that it should be.
+// Of bf16 numbers by scales of fp16. Where the quotient is no tie, it is far from one: number, scale
+// and tie have 8, 11 and 5 bits, so number and scale * tie are, in a common unit, different integers
+// of at most 16 bits, and differ by 1. A product with the inverse is near enough, and is taken 2^-20
+// too large, so that it is never below a tie that it should be.
 struct Product {
   static constexpr int32_t kExcess = 64;  // units of float32, more than a tie has
 
   __m512 factor;
 
-  static Product over(__m512 from, __m512 to) {
-    return {_mm512_div_ps(from * _mm512_set1_ps(0x1p-8F * (1 + 0x1p-20F)), to)};
+  static Product over(__m512 to) {
+    return {_mm512_div_ps(_mm512_set1_ps(0x1p-8F * (1 + 0x1p-20F)), to)};
   }
-  Product of(int lane) const { return {_mm512_set1_ps(factor[lane])}; }
   __m512 operator()(__m512 x) const { return x * factor; }
 };
 
-// The reference's own: rounded after the product and after the quotient. A product with the inverse
-// is at most a unit beside a tie (of 5 bits) where the quotient rounds to that tie; the rest is exact
-// then, and the corrected quotient rounds to it just where the true one does.
+// Of any number times a scale by another. The product with the inverse is a unit off at most where
+// the quotient rounds to a tie. What it is off by is exact there, and its correction crosses the
+// middle between the tie and its neighbour only if the quotient does, which is never in it.
 struct Quotient {
   static constexpr int32_t kExcess = 1;
 
@@ -190,9 +130,6 @@ struct Quotient {
   static Quotient over(__m512 from, __m512 to) {
     const __m512 wide = to * _mm512_set1_ps(0x1p8F);
     return {from, wide, _mm512_div_ps(_mm512_set1_ps(1), wide)};
-  }
-  Quotient of(int lane) const {
-    return {_mm512_set1_ps(from[lane]), _mm512_set1_ps(to[lane]), _mm512_set1_ps(inverse[lane])};
   }
   __m512 operator()(__m512 x) const {
     const __m512 product = x * from;
@@ -217,12 +154,12 @@ class E4m3Rounding {
     lower_ = _mm512_sub_epi8(upper_, _mm512_set1_epi8(1));
   }
 
-  // Of two chunks whose even and odd numbers have these scales. `kClamp`: beyond 448 is 448, of
-  // which a NaN keeps nothing but its sign; else there must be neither.
-  template <bool kClamp, class Scales>
-  __m512i operator()(const ChunkPair& x, const Scales& even, const Scales& odd) const {
-    const __m512i a = words<kClamp>(x.first, even, odd);
-    const __m512i b = words<kClamp>(x.second, even, odd);
+  // Of two chunks whose even and odd numbers are divided so. `kClamp`: beyond 448 is 448, a NaN too;
+  // else there must be neither.
+  template <bool kClamp, class Division>
+  __m512i operator()(__m512i first, __m512i second, const Division& even, const Division& odd) const {
+    const __m512i a = words<kClamp>(first, even, odd);
+    const __m512i b = words<kClamp>(second, even, odd);
     const __m512i one = _mm512_set1_epi8(1);
     const __m512i code = _mm512_permutex2var_epi8(a, upper_, b);
     const __m512i rest = _mm512_permutex2var_epi8(a, lower_, b);  // an even number
@@ -249,10 +186,10 @@ class E4m3Rounding {
 
   // Of even, then odd numbers: sign and code, cut off, in the upper byte of a word; in the lower
   // one what comes behind the code. (Below 2, fp16's first exponent bit is 0 and makes room.)
-  template <bool kClamp, class Scales>
-  static __m512i words(__m512i numbers, const Scales& even, const Scales& odd) {
-    const __m256i first = cut<Scales::kExcess>(even(even_numbers(numbers)));
-    const __m256i second = cut<Scales::kExcess>(odd(odd_numbers(numbers)));
+  template <bool kClamp, class Division>
+  static __m512i words(__m512i numbers, const Division& even, const Division& odd) {
+    const __m256i first = cut<Division::kExcess>(even(even_numbers(numbers)));
+    const __m256i second = cut<Division::kExcess>(odd(odd_numbers(numbers)));
     const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
     __m512i magnitude = _mm512_add_epi16(both, both);
     if constexpr (kClamp) magnitude = _mm512_min_epu16(magnitude, _mm512_set1_epi16(0x7e00));
@@ -262,27 +199,35 @@ class E4m3Rounding {
   __m512i upper_, lower_;
 };
 
-// Codes of pairs of chunks that are stored as `Source`.
-template <class Source, bool kClamp>
-class PairEncoder {
+// Codes of bf16 numbers over the scales of their tokens, with which none is beyond 448.
+class Bf16Coder {
  public:
-  // Two chunks, the second one so many chunks behind, whose even and odd numbers have these scales.
-  template <class Scales>
-  void operator()(const uint8_t* source, uint8_t* target, int64_t behind, const Scales& even,
-                  const Scales& odd) const {
-    const uint8_t* other = source + behind * Source::kBytes;
-    const ChunkPair pair = source_.template read<kClamp>(source, other);
-    __m512i codes = round_.template operator()<kClamp>(pair, even, odd);
-    if constexpr (kClamp) codes = Source::with_nan(codes, source, other);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_castsi512_si256(codes));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + behind * kChunk),
-                        _mm512_extracti64x4_epi64(codes, 1));
+  static constexpr int64_t kBytes = 2 * kChunk;
+  using Greatest = GreatestBf16;
+
+  struct Scales {
+    __m512 factors;
+
+    struct Pair {
+      Product even, odd;
+    };
+    static Scales over(__m512, __m512 to) { return {Product::over(to).factor}; }
+    Pair keys() const { return {{factors}, {factors}}; }
+    Pair values(int pair) const {
+      return {{_mm512_set1_ps(factors[2 * pair])}, {_mm512_set1_ps(factors[2 * pair + 1])}};
+    }
+  };
+
+  // Of two chunks, the second one so many chunks behind.
+  void operator()(const uint8_t* source, uint8_t* target, int64_t behind,
+                  const Scales::Pair& scales) const {
+    const __m512i first = _mm512_loadu_si512(source);
+    const __m512i second = _mm512_loadu_si512(source + behind * kBytes);
+    store_codes(round_.operator()<false>(first, second, scales.even, scales.odd), target,
+                target + behind * kChunk);
   }
 
-  const Source& source() const { return source_; }
-
  private:
-  Source source_;
   E4m3Rounding round_;
 };
 
