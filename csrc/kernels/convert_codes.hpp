@@ -152,7 +152,8 @@ struct CodeScales {
       const int m = first + i;
       const __m512i words =
           _mm512_ternarylogic_epi32(upper, x[m + 2], _mm512_srli_epi32(x[m], 16), kChoose);
-      const __m512i least = _mm512_ternarylogic_epi32(upper, x[0], _mm512_srli_epi32(x[0], 16), kChoose);
+      const __m512i least =
+          _mm512_ternarylogic_epi32(upper, x[0], _mm512_srli_epi32(x[0], 16), kChoose);
       const __m512i mantissa = _mm512_set1_epi32(((m - 1) & 0xffff) | (m + 1) << 16);
       added[i] = _mm512_sub_epi16(_mm512_srli_epi16(words, 4),
                                   _mm512_add_epi16(_mm512_srli_epi16(least, 4), mantissa));

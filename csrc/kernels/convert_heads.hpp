@@ -35,7 +35,8 @@ class HeadEncoder {
  public:
   HeadEncoder(const Side& from, const Side& to) : from_(from), to_(to) {}
 
-  // Of all tokens of a page; false: not of these numbers, and some of the target may be written.
+  // Of all tokens of a page. false: not with these numbers or scales; some of the target may be
+  // written then.
   template <int kGroups>
   bool keys(int64_t head) const {
     const Chunks rows = keys_of(from_, to_, head, 0);
@@ -70,7 +71,7 @@ class HeadEncoder {
     return true;
   }
 
-  // Of kTokens tokens.
+  // Of kTokens tokens; false as above.
   bool values(int64_t head, int64_t first) const {
     const Chunks pair = values_of(from_, to_, head, first);
     const int64_t source_bytes = pair.count * pair.source_pitch;
