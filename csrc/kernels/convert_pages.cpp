@@ -1,31 +1,23 @@
 #include "kernels/convert_pages.hpp"
 
-#include "kernels/convert_chunks.hpp"
-#include "kernels/convert_tokens.hpp"
+#include "kernels/convert_heads.hpp"
+#include "kernels/convert_runs.hpp"
+#include "kernels/convert_side.hpp"
 
 namespace bifolio::BIFOLIO_ISA {
 namespace {
 
-ChunkScales static_scales(const float* scales, int64_t head) {
-  return ChunkScales::of(scales == nullptr ? 1.0F : scales[head]);
-}
-
 // The kind of a page's codes, apart from where their scales stand.
-int64_t codes_of(int64_t kind) { return kind == kCacheFp8Token ? int64_t{kCacheFp8} : kind; }
-
-struct Side {
-  PageLayer pages;
-  const float* k_scales;  // [kv_heads] of this layer, or null
-  const float* v_scales;
-};
+int64_t codes_of(const Side& side) {
+  return side.token_scales() ? int64_t{kCacheFp8} : side.pages.kind;
+}
 
 // All keys and values of a page, where numbers have no scale of their own: those of heads with equal
 // scales on either side are one run.
-void convert_plain(const Side& from, const Side& to, int64_t source, int64_t target) {
+void convert_plain(const Side& from, const Side& to) {
   const int64_t heads = from.pages.kv_heads;
   const auto scale_of = [heads](const Side& side, int64_t head) {
-    const float* scales = head < heads ? side.k_scales : side.v_scales;
-    return scales == nullptr ? 1.0F : scales[head % heads];
+    return head < heads ? side.k_scale(head) : side.v_scale(head - heads);
   };
   const int64_t chunks = from.pages.page_size * from.pages.head_dim / kChunk;
   for (int64_t first = 0, end; first < 2 * heads; first = end) {  // the heads of V follow those of K
@@ -34,11 +26,17 @@ void convert_plain(const Side& from, const Side& to, int64_t source, int64_t tar
            scale_of(to, end) == scale_of(to, first)) {
       ++end;
     }
-    const Chunks run{from.pages.k_codes(source, first), to.pages.k_codes(target, first),
-                     kChunk * from.pages.number_bytes(), kChunk * to.pages.number_bytes(),
-                     chunks * (end - first)};
-    convert(run, from.pages.kind, ChunkScales::of(scale_of(from, first)), to.pages.kind,
-            ChunkScales::of(scale_of(to, first)));
+    Chunks run = keys_of(from, to, first, 0);
+    run.source_pitch = kChunk * from.pages.number_bytes();
+    run.target_pitch = kChunk * to.pages.number_bytes();
+    run.count = chunks * (end - first);
+    const float source_scale = scale_of(from, first);
+    const float target_scale = scale_of(to, first);
+#if defined(__AVX512F__)
+    if (convert_run(run, from.pages.kind, source_scale, to.pages.kind, target_scale)) continue;
+#endif
+    convert(run, from.pages.kind, ChunkScales::of(source_scale), to.pages.kind,
+            ChunkScales::of(target_scale));
   }
 }
 
@@ -56,203 +54,144 @@ ChunkScales value_scales(const uint16_t* scales) {
 }
 
 // Tokens first … first + kTokens - 1 of the keys of a head.
-Chunks keys_of(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
-               int64_t first) {
-  const auto at = [&](const PageLayer& p, int64_t page) {
-    return p.k_codes(page, head) + 2 * first * p.number_bytes();
-  };
-  const int64_t row = 2 * from.pages.page_size;
-  return {at(from.pages, source), at(to.pages, target), row * from.pages.number_bytes(),
-          row * to.pages.number_bytes(), from.pages.head_dim / 2};
-}
-
-// Tokens first and first + 1 of the values of a head.
-Chunks values_of(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
-                 int64_t first) {
-  const auto at = [&](const PageLayer& p, int64_t page) {
-    return p.v_codes(page, head) + first * p.head_dim * p.number_bytes();
-  };
-  return {at(from.pages, source), at(to.pages, target), kChunk * from.pages.number_bytes(),
-          kChunk * to.pages.number_bytes(), 2 * from.pages.head_dim / kChunk};
-}
-
-void convert_keys(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
-                  int64_t first) {
-  const Chunks chunks = keys_of(from, to, source, target, head, first);
-  const ChunkScales source_scales =
-      from.pages.kind == kCacheFp8Token ? key_scales(from.pages.k_scales(source, head) + first)
-                                        : static_scales(from.k_scales, head);
-  if (to.pages.kind != kCacheFp8Token) {
-    convert(chunks, codes_of(from.pages.kind), source_scales, to.pages.kind,
-            static_scales(to.k_scales, head));
+void convert_keys(const Side& from, const Side& to, int64_t head, int64_t first) {
+  const Chunks chunks = keys_of(from, to, head, first);
+  const ChunkScales source_scales = from.token_scales()
+                                        ? key_scales(from.pages.k_scales(from.page, head) + first)
+                                        : ChunkScales::of(from.k_scale(head));
+  if (!to.token_scales()) {
+    convert(chunks, codes_of(from), source_scales, to.pages.kind, ChunkScales::of(to.k_scale(head)));
     return;
   }
   float most[kChunk];
-  greatest(chunks, codes_of(from.pages.kind), source_scales, most);
-  uint16_t* scales = to.pages.k_scales(target, head) + first;
+  greatest(chunks, codes_of(from), source_scales, most);
+  uint16_t* scales = to.pages.k_scales(to.page, head) + first;
   for (int t = 0; t < kTokens; ++t) {
     scales[t] = token_scale_from_absmax(most[2 * t] > most[2 * t + 1] ? most[2 * t] : most[2 * t + 1]);
   }
-  convert(chunks, codes_of(from.pages.kind), source_scales, kCacheFp8, key_scales(scales));
+  convert(chunks, codes_of(from), source_scales, kCacheFp8, key_scales(scales));
 }
 
-void convert_values(const Side& from, const Side& to, int64_t source, int64_t target, int64_t head,
-                    int64_t first) {
-  const Chunks chunks = values_of(from, to, source, target, head, first);
-  const ChunkScales source_scales =
-      from.pages.kind == kCacheFp8Token ? value_scales(from.pages.v_scales(source, head) + first)
-                                        : static_scales(from.v_scales, head);
-  if (to.pages.kind != kCacheFp8Token) {
-    convert(chunks, codes_of(from.pages.kind), source_scales, to.pages.kind,
-            static_scales(to.v_scales, head));
+// Tokens first and first + 1 of the values of a head.
+void convert_values(const Side& from, const Side& to, int64_t head, int64_t first) {
+  const Chunks chunks = values_of(from, to, head, first);
+  const ChunkScales source_scales = from.token_scales()
+                                        ? value_scales(from.pages.v_scales(from.page, head) + first)
+                                        : ChunkScales::of(from.v_scale(head));
+  if (!to.token_scales()) {
+    convert(chunks, codes_of(from), source_scales, to.pages.kind, ChunkScales::of(to.v_scale(head)));
     return;
   }
   float most[kChunk];
-  greatest(chunks, codes_of(from.pages.kind), source_scales, most);
+  greatest(chunks, codes_of(from), source_scales, most);
   for (int half = kChunk / 2; half > 1; half /= 2) {  // folded, even and odd places apart
     for (int i = 0; i < half; ++i) most[i] = most[i] > most[i + half] ? most[i] : most[i + half];
   }
-  uint16_t* scales = to.pages.v_scales(target, head) + first;
+  uint16_t* scales = to.pages.v_scales(to.page, head) + first;
   for (int t = 0; t < 2; ++t) scales[t] = token_scale_from_absmax(most[t]);
-  convert(chunks, codes_of(from.pages.kind), source_scales, kCacheFp8, value_scales(scales));
+  convert(chunks, codes_of(from), source_scales, kCacheFp8, value_scales(scales));
+}
+
+// All tokens of the keys of a head, and of its values.
+void convert_head_keys(const Side& from, const Side& to, int64_t head) {
+  for (int64_t first = 0; first < from.pages.page_size; first += kTokens) {
+    convert_keys(from, to, head, first);
+  }
+}
+
+void convert_head_values(const Side& from, const Side& to, int64_t head) {
+  for (int64_t first = 0; first < from.pages.page_size; first += 2) {
+    convert_values(from, to, head, first);
+  }
 }
 
 #if defined(__AVX512F__)
-// Keys of tokens first … first + kTokens - 1 of a head, from bf16 to codes with a scale per token.
-void encode_keys(const TokenEncoder& encode, const Side& from, const Side& to, int64_t source,
-                 int64_t target, int64_t head, int64_t first) {
-  const Chunks chunks = keys_of(from, to, source, target, head, first);
-  const __m512 absmax = Absmax::of_keys(chunks);
-  if (!TokenEncoder::can_encode(absmax)) {
-    convert_keys(from, to, source, target, head, first);
-    return;
-  }
-  const __m256i scales = TokenEncoder::scales(absmax);
-  std::memcpy(to.pages.k_scales(target, head) + first, &scales, sizeof scales);
-  const __m512 factors = TokenEncoder::factors(scales);
-  const int64_t after = first + kTokens;
-  const Chunks next = after < from.pages.page_size
-                          ? keys_of(from, to, source, target, head, after)
-                          : keys_of(from, to, source, target, head + 1, 0);
-  encode(chunks, factors, factors, next.source - chunks.source);
+// The same by a HeadEncoder or HeadDecoder, and what it cannot do one by one.
+template <class Coder>
+void convert_head_keys(const Side& from, const Side& to, int64_t head, const Coder& coder) {
+  const bool done = with_groups(from.pages.page_size, [&](auto groups) {
+    return coder.template keys<groups.value>(head);
+  });
+  if (!done) convert_head_keys(from, to, head);
 }
 
-// The same of their values.
-void encode_values(const TokenEncoder& encode, const Side& from, const Side& to, int64_t source,
-                   int64_t target, int64_t head, int64_t first) {
-  Chunks pair = values_of(from, to, source, target, head, first);
-  const int64_t source_bytes = pair.count * pair.source_pitch;
-  const __m512 absmax = Absmax::of_values(pair, source_bytes);
-  if (!TokenEncoder::can_encode(absmax)) {
-    for (int t = 0; t < kTokens; t += 2) {
-      convert_values(from, to, source, target, head, first + t);
+template <class Coder>
+void convert_head_values(const Side& from, const Side& to, int64_t head, const Coder& coder) {
+  for (int64_t first = 0; first < from.pages.page_size; first += kTokens) {
+    if (coder.values(head, first)) continue;
+    for (int t = 0; t < kTokens; t += 2) convert_values(from, to, head, first + t);
+  }
+}
+
+template <class Coder>
+void convert_heads(const Side& from, const Side& to, const Coder& coder) {  // in the order of memory
+  for (int64_t head = 0; head < from.pages.kv_heads; ++head) {
+    convert_head_keys(from, to, head, coder);
+  }
+  for (int64_t head = 0; head < from.pages.kv_heads; ++head) {
+    convert_head_values(from, to, head, coder);
+  }
+}
+
+// From codes to codes: one side has a scale per token, the other too or these static ones.
+template <bool kTokenTarget>
+void convert_codes(const Side& from, const Side& to) {
+  const HeadEncoder<CodeCoder, kTokenTarget> coder(from, to);
+  const Side& fixed = kTokenTarget ? from : to;
+  for (int64_t head = 0; head < from.pages.kv_heads; ++head) {
+    if (Quotient::can_use(fixed.k_scale(head))) {
+      convert_head_keys(from, to, head, coder);
+    } else {
+      convert_head_keys(from, to, head);
     }
-    return;
   }
-  const __m256i scales = TokenEncoder::scales(absmax);
-  std::memcpy(to.pages.v_scales(target, head) + first, &scales, sizeof scales);
-  float factors[kTokens];
-  _mm512_storeu_ps(factors, TokenEncoder::factors(scales));
-  for (int t = 0; t < kTokens; t += 2) {
-    encode(pair, _mm512_set1_ps(factors[t]), _mm512_set1_ps(factors[t + 1]),
-           kTokens / 2 * source_bytes);
-    pair.source += source_bytes;
-    pair.target += pair.count * pair.target_pitch;
+  for (int64_t head = 0; head < from.pages.kv_heads; ++head) {
+    if (Quotient::can_use(fixed.v_scale(head))) {
+      convert_head_values(from, to, head, coder);
+    } else {
+      convert_head_values(from, to, head);
+    }
   }
-}
-
-__m512 load_scales(const uint16_t* scales) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
-}
-
-// And back.
-void decode_keys(const TokenDecoder& decode, const Side& from, const Side& to, int64_t source,
-                 int64_t target, int64_t head, int64_t first) {
-  const __m512i half = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  const __m512i other = _mm512_add_epi32(half, _mm512_set1_epi32(kTokens / 2));
-  const __m512 scales = load_scales(from.pages.k_scales(source, head) + first);
-  decode(keys_of(from, to, source, target, head, first), _mm512_permutexvar_ps(half, scales),
-         _mm512_permutexvar_ps(other, scales));
-}
-
-void decode_values(const TokenDecoder& decode, const Side& from, const Side& to, int64_t source,
-                   int64_t target, int64_t head, int64_t first) {
-  Chunks pair = values_of(from, to, source, target, head, first);
-  double scales[kTokens / 2];  // two in each
-  _mm512_storeu_ps(scales, load_scales(from.pages.v_scales(source, head) + first));
-  for (const double both : scales) {
-    const __m512 alternating = _mm512_castpd_ps(_mm512_set1_pd(both));
-    decode(pair, alternating, alternating);
-    pair.source += pair.count * pair.source_pitch;
-    pair.target += pair.count * pair.target_pitch;
-  }
-}
-
-// Calls fn(head, first) for all tokens of all heads, kTokens at a time.
-template <class Fn>
-void for_tokens(const PageLayer& pages, const Fn& fn) {
-  for (int64_t head = 0; head < pages.kv_heads; ++head) {
-    for (int64_t first = 0; first < pages.page_size; first += kTokens) fn(head, first);
-  }
-}
-
-// The quick ways between bf16 and codes with a scale per token, in the order of memory; false for
-// other pages.
-bool convert_tokens(const Side& from, const Side& to, int64_t source, int64_t target) {
-  if (from.pages.kind == kCacheBf16) {
-    const TokenEncoder encode;
-    for_tokens(from.pages, [&](int64_t head, int64_t first) {
-      encode_keys(encode, from, to, source, target, head, first);
-    });
-    for_tokens(from.pages, [&](int64_t head, int64_t first) {
-      encode_values(encode, from, to, source, target, head, first);
-    });
-    return true;
-  }
-  if (to.pages.kind == kCacheBf16) {
-    const TokenDecoder decode;
-    for_tokens(from.pages, [&](int64_t head, int64_t first) {
-      decode_keys(decode, from, to, source, target, head, first);
-    });
-    for_tokens(from.pages, [&](int64_t head, int64_t first) {
-      decode_values(decode, from, to, source, target, head, first);
-    });
-    return true;
-  }
-  return false;
 }
 #endif
 
+// Where numbers of either side have a scale per token.
+void convert_tokens(const Side& from, const Side& to) {
+#if defined(__AVX512F__)
+  if (from.pages.kind == kCacheBf16) {
+    return convert_heads(from, to, HeadEncoder<Bf16Coder, true>(from, to));
+  }
+  if (to.pages.kind == kCacheBf16) return convert_heads(from, to, HeadDecoder(from, to));
+  if (from.pages.kind != kCacheFp32 && to.pages.kind != kCacheFp32) {
+    return to.token_scales() ? convert_codes<true>(from, to) : convert_codes<false>(from, to);
+  }
+#endif
+  for (int64_t head = 0; head < from.pages.kv_heads; ++head) {
+    convert_head_keys(from, to, head);
+    convert_head_values(from, to, head);
+  }
+}
+
 void convert_layer(const ConvertPagesArgs& a, int64_t i, int64_t layer) {
-  const auto scales = [&](const float* all) {
-    return all == nullptr ? nullptr : all + layer * a.kv_heads;
+  const auto scales = [&](int64_t kind, const float* all) {
+    return kind != kCacheFp8 || all == nullptr ? nullptr : all + layer * a.kv_heads;
   };
   const Side from{{const_cast<uint8_t*>(a.source), a.source_page_bytes,
                    a.source_layer_offset + layer * a.source_layer_bytes, a.page_size, a.kv_heads,
                    a.head_dim, a.source_kind},
-                  scales(a.source_k_scales),
-                  scales(a.source_v_scales)};
+                  a.source_index[i],
+                  scales(a.source_kind, a.source_k_scales),
+                  scales(a.source_kind, a.source_v_scales)};
   const Side to{{a.target, a.target_page_bytes,
                  a.target_layer_offset + layer * a.target_layer_bytes, a.page_size, a.kv_heads,
                  a.head_dim, a.target_kind},
-                scales(a.target_k_scales),
-                scales(a.target_v_scales)};
-  const int64_t source = a.source_index[i];
-  const int64_t target = a.target_index[i];
-  if (a.source_kind != kCacheFp8Token && a.target_kind != kCacheFp8Token) {
-    convert_plain(from, to, source, target);
-    return;
-  }
-#if defined(__AVX512F__)
-  if (convert_tokens(from, to, source, target)) return;
-#endif
-  for (int64_t head = 0; head < a.kv_heads; ++head) {
-    for (int64_t token = 0; token < a.page_size; token += kTokens) {
-      convert_keys(from, to, source, target, head, token);
-    }
-    for (int64_t token = 0; token < a.page_size; token += 2) {
-      convert_values(from, to, source, target, head, token);
-    }
+                a.target_index[i],
+                scales(a.target_kind, a.target_k_scales),
+                scales(a.target_kind, a.target_v_scales)};
+  if (from.token_scales() || to.token_scales()) {
+    convert_tokens(from, to);
+  } else {
+    convert_plain(from, to);
   }
 }
 

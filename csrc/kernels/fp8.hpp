@@ -76,15 +76,38 @@ inline uint16_t token_scale_from_absmax(float absmax) {
 }
 
 #if defined(__AVX512F__)
+// The bf16 numbers of the 128 magnitudes, as low and high bytes.
+struct alignas(64) Bf16OfE4m3 {
+  uint8_t low[128] = {};
+  uint8_t high[128] = {};
+
+  constexpr Bf16OfE4m3() {
+    for (int code = 0; code < 128; ++code) {
+      int number = (code << 4) + (120 << 7);  // but for the bias, exponent and mantissa are the same
+      if (code < 8) {
+        int exponent = 121;  // of 8 units of 2^-9
+        int mantissa = code;
+        for (; mantissa != 0 && mantissa < 8; mantissa *= 2) --exponent;
+        number = code == 0 ? 0 : exponent << 7 | (mantissa & 7) << 4;
+      }
+      if (code == 127) number = 0x7fc0;
+      low[code] = static_cast<uint8_t>(number);
+      high[code] = static_cast<uint8_t>(number >> 8);
+    }
+  }
+};
+inline constexpr Bf16OfE4m3 kBf16OfE4m3{};
+
 // The bf16 numbers of 32 or 64 codes times a scale: high and low bytes are looked up in tables of the
 // magnitude.
 class E4m3ToBf16 {
  public:
-  explicit E4m3ToBf16(float scale = 1.0F) {
+  E4m3ToBf16() { take(kBf16OfE4m3.low, kBf16OfE4m3.high); }
+
+  explicit E4m3ToBf16(float scale) {
     using Bytes [[gnu::vector_size(kLanes)]] = uint8_t;
     alignas(64) uint8_t low[128];
     alignas(64) uint8_t high[128];
-    alignas(64) uint8_t twice[64];
     for (int first = 0; first < 128; first += kLanes) {
       uint8_t codes[kLanes];
       for (int i = 0; i < kLanes; ++i) codes[i] = static_cast<uint8_t>(first + i);
@@ -94,12 +117,7 @@ class E4m3ToBf16 {
       std::memcpy(low + first, &lows, sizeof lows);
       std::memcpy(high + first, &highs, sizeof highs);
     }
-    for (int i = 0; i < 64; ++i) twice[i] = static_cast<uint8_t>(i / 2);
-    for (int i = 0; i < 2; ++i) {
-      low_[i] = _mm512_load_si512(low + 64 * i);
-      high_[i] = _mm512_load_si512(high + 64 * i);
-    }
-    twice_ = _mm512_load_si512(twice);
+    take(low, high);
   }
 
   __m512i operator()(const void* codes) const {
@@ -115,9 +133,13 @@ class E4m3ToBf16 {
 
   // 64 codes in fewer instructions than twice 32.
   void operator()(const void* codes, __m512i& first, __m512i& second) const {
+    (*this)(_mm512_loadu_si512(codes), first, second);
+  }
+
+  void operator()(__m512i packed, __m512i& first, __m512i& second) const {
     // Bytes are interleaved within each quarter: bring there what belongs there.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    const __m512i code = _mm512_permutexvar_epi64(order, packed);
     const __m512i low = _mm512_permutex2var_epi8(low_[0], code, low_[1]);
     const __m512i high = with_sign(_mm512_permutex2var_epi8(high_[0], code, high_[1]), code);
     first = _mm512_unpacklo_epi8(low, high);
@@ -125,6 +147,16 @@ class E4m3ToBf16 {
   }
 
  private:
+  void take(const uint8_t* low, const uint8_t* high) {
+    for (int i = 0; i < 2; ++i) {
+      low_[i] = _mm512_load_si512(low + 64 * i);
+      high_[i] = _mm512_load_si512(high + 64 * i);
+    }
+    alignas(64) uint8_t twice[64];
+    for (int i = 0; i < 64; ++i) twice[i] = static_cast<uint8_t>(i / 2);
+    twice_ = _mm512_load_si512(twice);
+  }
+
   static __m512i with_sign(__m512i high, __m512i code) {
     constexpr int kOrAnd = 0xf8;  // a | (b & c)
     return _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(static_cast<char>(0x80)), kOrAnd);

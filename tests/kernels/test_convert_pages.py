@@ -96,7 +96,12 @@ def test_conversion_gives_the_bytes_of_the_reference(
     assert (pools[0][1, 64:] != 0x11).any()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**7, 2.0**-40, 0.37, 3e-5, 61.0])
+BEYOND_THE_QUICK_WAY = [2.0**-60 * 1.5, 2.0**60 * 1.5]
+
+
+@pytest.mark.parametrize(
+    "scale", [1.0, 0.25, 2.0**7, 2.0**-40, 0.37, 3e-5, 61.0, *BEYOND_THE_QUICK_WAY]
+)
 def test_every_bf16_number_becomes_the_code_of_the_reference(
     native_ops: native.NativeOps, scale: float
 ) -> None:
@@ -134,15 +139,136 @@ def test_every_code_becomes_the_bf16_number_of_the_reference(
 
 
 def both_conversions(
-    ops: native.NativeOps, source: list[LayerCache], target_spec: PageSpec
+    ops: native.NativeOps,
+    source: list[LayerCache],
+    target_spec: PageSpec,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All pages of a pool, converted by the reference and by `ops`."""
+    """All pages of a pool, converted by the reference and by `ops`; static scales of the target."""
     pages = len(source[0].pool)
     pools = [torch.zeros(pages, target_spec.page_bytes, dtype=torch.uint8) for _ in range(2)]
     for pool, converter in zip(pools, (ReferenceConvert(), ops), strict=True):
-        target = layers_of(target_spec, pool, None)
+        target = layers_of(target_spec, pool, None if scales is None else (scales, scales))
         converter.convert_pages(source, target, range(pages), range(pages))
     return pools[0], pools[1]
+
+
+def near_ties(quotients_of: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Scales over which these numbers come out at ties of two codes, or up to 2 units beside."""
+    ties = torch.randint(8, 16, quotients_of.shape, generator=generator) + 0.5
+    ties = torch.where(torch.arange(len(ties)) % 4 == 0, 2.0**-10, ties)  # of 0 and the least code
+    beside = torch.randint(-2, 3, ties.shape, generator=generator, dtype=torch.int32)
+    return ((quotients_of / ties).view(torch.int32) + beside).view(torch.float32)
+
+
+def test_bf16_numbers_beside_ties_become_the_codes_of_the_reference(
+    native_ops: native.NativeOps,
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    heads, size, dim = 64, 16, 64
+    specs = [PageSpec(1, heads, dim, CacheFormat.parse(f), size) for f in ("bf16", "fp8")]
+    mantissas = torch.randint(128, 256, (heads,), generator=generator) * 2.0**-7
+    scales = near_ties(mantissas, generator)[None]
+    pool = torch.zeros(1, specs[0].page_bytes, dtype=torch.uint8)
+    exponents = 2.0 ** torch.arange(-512, 512).clamp(-20, 20)
+    numbers = (exponents * mantissas[:, None]).bfloat16()
+    pool[0, 64:] = torch.stack([numbers, -numbers]).view(torch.uint8).view(-1)
+    found = both_conversions(native_ops, layers_of(specs[0], pool, None), specs[1], scales)
+    assert torch.equal(*found)
+
+
+def code_pool(spec: PageSpec, codes_thd: torch.Tensor, scales_th: torch.Tensor) -> torch.Tensor:
+    """Pages of these codes [t, heads, dim] in K and V; K has these scales, V the same reversed."""
+    size, heads, dim = spec.page_size, spec.kv_heads, spec.head_dim
+    pages = codes_thd.view(-1, size, heads, dim)
+    parts = [
+        pages.view(-1, size, heads, dim // 2, 2).permute(0, 2, 3, 1, 4),
+        pages.view(-1, size // 2, 2, heads, dim).permute(0, 3, 1, 4, 2),
+    ]
+    if spec.cache.token_scales:
+        both = (scales_th, scales_th.flip(0))
+        parts.extend(x.reshape(-1, size, heads).permute(0, 2, 1) for x in both)
+    rows = [part.contiguous().view(len(pages), -1).view(torch.uint8) for part in parts]
+    body = torch.cat(rows, dim=1)
+    assert spec.page_bytes - 128 < body.shape[1] <= spec.page_bytes - 64
+    pool = torch.zeros(len(pages), spec.page_bytes, dtype=torch.uint8)
+    pool[:, 64 : 64 + body.shape[1]] = body
+    return pool
+
+
+ODD_SCALES = (0x0000, 0x8000, 0x8001, 0xBC00, 0x7C00, 0xFC00)
+"""Zeros, below zero, infinite."""
+
+
+@pytest.mark.parametrize("target_format", ["fp8", "fp8:token"])
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_every_code_times_token_scales_becomes_the_code_of_the_reference(
+    native_ops: native.NativeOps, size: int, target_format: str
+) -> None:
+    """Each head has its own static scale, if any; a page has odd token scales in K, one in V."""
+    generator = torch.Generator().manual_seed(size)
+    statics = torch.tensor([1.0, 0.25, 2.0**-40, 0.37, 61.0, *BEYOND_THE_QUICK_WAY])
+    pages, heads, dim = 3, len(statics) + 9, 256
+    specs = [
+        PageSpec(1, heads, dim, CacheFormat.parse(f), size) for f in ("fp8:token", target_format)
+    ]
+    scales = torch.randint(1, 0x7C00, (pages * size, heads), generator=generator)
+    scales[:2] = torch.tensor([[1], [0x7BFF]])
+    products = scales[2].to(torch.int16).view(torch.float16).float() * 15
+    statics = torch.cat([statics, near_ties(products, generator)[len(statics) :]])
+    for i, odd in enumerate(ODD_SCALES):
+        scales[2 * size + 2 * i, i:] = odd
+    scales = scales.to(torch.int32).to(torch.int16).view(torch.float16)
+    codes = torch.arange(dim).to(torch.uint8).repeat(pages * size, heads, 1)
+    if target_format == "fp8:token":  # NaN would hide what becomes of the other pages
+        codes[: 2 * size, :, [127, 255]] = torch.tensor([126, 254], dtype=torch.uint8)
+    pool = code_pool(specs[0], codes, scales)
+    static = statics[None] if target_format == "fp8" else None
+    found = both_conversions(native_ops, layers_of(specs[0], pool, None), specs[1], static)
+    assert torch.equal(*found)
+
+
+def test_token_scales_that_are_nan_make_every_code_nan(native_ops: native.NativeOps) -> None:
+    specs = [PageSpec(1, 1, 256, CacheFormat.parse(f), 32) for f in ("fp8:token", "fp8")]
+    scales = torch.tensor([0x3C00, 0x7E00], dtype=torch.int16).view(torch.float16).repeat(16)
+    codes = torch.arange(256).to(torch.uint8).repeat(32, 1, 1)
+    pool = code_pool(specs[0], codes, scales[:, None])
+    found = both_conversions(native_ops, layers_of(specs[0], pool, None), specs[1])
+    nan = [(x[:, 64:] & 0x7F) == 0x7F for x in found]
+    assert torch.equal(*nan)
+    assert torch.equal(*(x[:, 64:].where(~n, 0) for x, n in zip(found, nan, strict=True)))
+
+
+@pytest.mark.parametrize("scale", [None, 0.25, 0.37, 3e-5, 61.0, *BEYOND_THE_QUICK_WAY])
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_every_code_over_every_token_scale_that_codes_have_becomes_that_of_the_reference(
+    native_ops: native.NativeOps, size: int, scale: float | None
+) -> None:
+    """Every greatest code of a token with all below it: of zeros alone too, and some with NaN."""
+    specs = [PageSpec(1, 1, 256, CacheFormat.parse(f), size) for f in ("fp8", "fp8:token")]
+    greatest = torch.arange(256)[torch.randperm(256, generator=torch.Generator().manual_seed(size))]
+    greatest = torch.where(greatest > 127, greatest % 127, greatest)  # one of them has NaN
+    code = torch.arange(256)
+    codes = torch.where(code % 128 <= greatest[:, None], code, code & 128).to(torch.uint8)
+    pool = code_pool(specs[0], codes[:, None], torch.zeros(0))
+    static = None if scale is None else torch.full((1, 1), scale)
+    scales = None if static is None else (static, static)
+    assert torch.equal(*both_conversions(native_ops, layers_of(specs[0], pool, scales), specs[1]))
+
+
+def test_every_code_over_another_static_scale_becomes_the_code_of_the_reference(
+    native_ops: native.NativeOps,
+) -> None:
+    scales = torch.tensor([1.0, 0.25, 0.37, 3e-5, 61.0, *BEYOND_THE_QUICK_WAY, 1e-38, 1e38])
+    beside = near_ties(15 * scales, torch.Generator().manual_seed(5))
+    source_scales = scales.repeat(len(scales) + 1)[None]
+    target_scales = torch.cat([scales.repeat_interleave(len(scales)), beside])[None]
+    heads = source_scales.shape[1]
+    spec = PageSpec(1, heads, 16, CacheFormat.parse("fp8"), 16)
+    codes = torch.arange(256).to(torch.uint8).view(16, 1, 16).repeat(1, heads, 1)
+    pool = code_pool(spec, codes, torch.zeros(0))
+    source = layers_of(spec, pool, (source_scales, source_scales))
+    assert torch.equal(*both_conversions(native_ops, source, spec, target_scales))
 
 
 @pytest.mark.parametrize("exponent", [0, 108, 120, 127, 150])
