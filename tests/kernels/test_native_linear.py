@@ -211,6 +211,20 @@ def test_scales_are_kept_in_the_two_bytes_they_came_in(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", ["int8", "int8:a8", "int8:g32", "int8:g32:a8"])
+def test_int8_keeps_scales_in_float32(isa: str, fmt: str) -> None:
+    w = weight(fmt, 40, 64)
+    assert w.scales is not None
+    w = replace(w, scales=w.scales.to(torch.float32) * 1.0001)  # as no half holds them
+    ops, x = _OPS[isa, 1], random(9, 64, seed=1)
+    expected, bound = exact(x, w)
+    prepared = ops.prepare(w)
+    assert ((ops.linear(x, prepared).double() - expected).abs() <= bound).all()
+    rows = ops.embedding(torch.arange(40, dtype=torch.int32), prepared)
+    assert torch.equal(rows, decode(w))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_shows_and_spares_its_neighbours(

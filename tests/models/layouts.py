@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,9 +53,14 @@ def _packed(group: int, *, zeros: bool = False, **weights: Any) -> Layout:
     )
 
 
-def _encoded(config: dict[str, Any], fmt: str, scales: str) -> Layout:
+def _encoded(
+    config: dict[str, Any], fmt: str, scales: str, dtype: torch.dtype | None = None
+) -> Layout:
     def write(part: str, matrix: Tensor) -> tuple[Written, Tensor]:
         coded = encode(matrix, WeightFormat.parse(fmt))
+        assert coded.scales is not None
+        if dtype is not None:  # numbers that no half holds
+            coded = replace(coded, scales=coded.scales.to(dtype) * 1.0001)
         assert coded.scales is not None
         stored = coded.scales
         if fmt in ("int8", "fp8:channel"):
@@ -104,6 +110,12 @@ LAYOUTS: dict[str, Layout] = {
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
         "int8",
         "weight_scale",
+    ),
+    "int8 by channel, scales in fp32": _encoded(
+        _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        "int8",
+        "weight_scale",
+        torch.float32,
     ),
     "int8 by tensor": (
         _compressed("naive-quantized", num_bits=8, type="int", strategy="tensor"),

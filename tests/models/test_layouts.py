@@ -68,6 +68,7 @@ def test_a_quantised_layout_means_its_numbers(layout: str, which: str, tmp_path:
         ("GPTQ", "int4:g32:z"),
         ("GPTQ symmetric, in order of activations", "int4:g32"),
         ("AWQ", "int4:g32:z"),
+        ("int8 by channel, scales in fp32", "int8"),
         ("int8 by tensor", "int8"),
         ("fp8 by tensor", "fp8:channel"),
         ("fp8 by channel", "fp8:channel"),

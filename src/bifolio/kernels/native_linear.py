@@ -18,7 +18,7 @@ from bifolio.kernels.tensor import QuantTensor
 if TYPE_CHECKING:
     from bifolio import _native
 
-_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _scale_type(weight: QuantTensor) -> str:
             return "fp32"
         case _:
             assert weight.scales is not None
-            return _HALVES[weight.scales.dtype]
+            return _SCALES[weight.scales.dtype]
 
 
 def _half_offsets(weight: QuantTensor) -> Tensor | None:

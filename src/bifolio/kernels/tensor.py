@@ -24,9 +24,10 @@ class QuantTensor:
 
     scaling  scales
     tensor   float32 [1]
-    channel  float32 [n] (fp8), float16 or bfloat16 [n] (int8)
+    channel  float32 [n]; int8 also float16 or bfloat16
     block    float32 [ceil(n / 128), ceil(k / 128)]
-    group    float16 or bfloat16 [n, ceil(k / group)]; offsets likewise, or uint8
+    group    float16 or bfloat16 [n, ceil(k / group)], int8 also float32; offsets of int4 are
+             halves likewise, or uint8
 
     Two kinds of offsets, because files have both and neither holds the other exactly: what a
     zero point stands for, -zero * scale, needs more bits than a half has.

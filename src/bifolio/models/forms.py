@@ -5,6 +5,7 @@ Their names are those of compressed-tensors, and of the block-wise fp8 of DeepSe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +39,7 @@ class PlainForm:
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         n, k = parts.matrix_shape(self.codes)
-        halves = self.format.number is not Number.FP8
-        _check_scales(parts, self.scales, self.scaling, self.format, (n, k), halves=halves)
+        _check_scales(parts, self.scales, self.scaling, self.format, (n, k), FLOATS)
         return n, k
 
     def read(self, parts: Parts, n: int, k: int) -> QuantTensor:
@@ -84,7 +84,7 @@ class PackedForm:
                 f"{list(shape)} of {parts.name('weight_shape')}"
             )
         n, k = shape
-        _check_scales(parts, "weight_scale", self.scaling, self.format, shape, halves=True)
+        _check_scales(parts, "weight_scale", self.scaling, self.format, shape, HALVES)
         if self.format.zero_points:
             self._check_zeros(parts, n, k)
         if "weight_g_idx" in parts:
@@ -131,8 +131,7 @@ def _check_scales(
     scaling: Scaling,
     fmt: WeightFormat,
     shape: tuple[int, int],
-    *,
-    halves: bool,
+    dtypes: Sequence[str],
 ) -> None:
     n, k = shape
     shapes: dict[Scaling, list[Shape]] = {
@@ -142,4 +141,4 @@ def _check_scales(
         Scaling.GROUP: [(n, fmt.groups(k))],
     }
     what = f"a matrix of {n} × {k} with scales by {scaling}"
-    parts.check(suffix, shapes[scaling], HALVES if halves else FLOATS, what)
+    parts.check(suffix, shapes[scaling], dtypes, what)

@@ -56,7 +56,10 @@ class Parts:
             raise CheckpointError(f"{name} has shape {list(shape)}; {what} has {wanted}")
         dtype = self.files.dtypes[name]
         if dtype not in dtypes:
-            raise UnsupportedError(f"{name} is stored as {dtype}, not as one of {list(dtypes)}")
+            raise UnsupportedError(
+                f"{name} is stored as {dtype}, which cannot be read; store it as "
+                f"{' or '.join(dtypes)}"
+            )
 
 
 class Form(Protocol):
