@@ -34,10 +34,10 @@ async def most_at_a_time(server: Server) -> tuple[int, float]:
             assert answer.status_code == 200, answer.text
 
     async with (
-        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=300) as client,
         # A connection of its own: it must not queue behind the requests that it watches.
-        httpx.AsyncClient(base_url=server.url, timeout=60) as watcher,
-        asyncio.timeout(120),
+        httpx.AsyncClient(base_url=server.url, timeout=300) as watcher,
+        asyncio.timeout(300),
         asyncio.TaskGroup() as group,
     ):
         for _ in range(CLIENTS):
