@@ -36,9 +36,14 @@ QUESTION = [{"role": "user", "content": "the capital of the country"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(
-        tmp_path_factory.mktemp("models") / "tiny", tiny_config(max_position_embeddings=8192)
-    )
+    """A model that knows no end: its answers go on until they are stopped."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    config = tiny_config(max_position_embeddings=16_000, eos_token_id=None)
+    write_model(path, config)
+    (path / "generation_config.json").write_text("{}")
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
+    return path
 
 
 class Server:
@@ -216,7 +221,7 @@ def test_a_conversation_at_a_terminal_goes_on_until_exit(server: Server) -> None
 
 
 def test_control_c_stops_an_answer_and_not_the_conversation(server: Server) -> None:
-    options = ["--url", server.url, "--temperature", "0"]  # greedy, it goes on for seconds
+    options = ["--url", server.url, "--temperature", "0"]
     with terminal_with("chat", *options) as terminal:
         terminal.until_prompt()
         terminal.type("the river\r")
