@@ -61,7 +61,13 @@ def default_script(**changes):
 
 @contextlib.asynccontextmanager
 async def serving(
-    script=None, *, engine_options=None, beat_timeout=10.0, tokenizer=None, template="", **config
+    script=None,
+    *,
+    engine_options=None,
+    beat_timeout=PATIENCE,
+    tokenizer=None,
+    template="",
+    **config,
 ):
     """A server over a scripted engine. `template` None: the model has none."""
     tokenizer = tokenizer or byte_tokenizer(WORDS)
@@ -76,7 +82,7 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def serving_over(engine_config, factory, text, *, beat_timeout=10.0, **config):
+async def serving_over(engine_config, factory, text, *, beat_timeout=PATIENCE, **config):
     """A server over the engine that `factory` builds; config: fields of ServerConfig."""
     engine = AsyncEngine(engine_config, factory=factory, beat_timeout=beat_timeout)
     settings = ServerConfig(engine=engine_config, served_name="tiny", **config)

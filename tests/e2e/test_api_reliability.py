@@ -314,7 +314,7 @@ async def test_a_stopped_engine_is_a_503_until_it_goes_on_and_idleness_is_not():
 
 
 async def test_the_end_waits_for_what_runs_and_takes_nothing_new():
-    async with serving(default_script(**SLOW), drain_seconds=20) as server:
+    async with serving(default_script(**SLOW), drain_seconds=300) as server:
         body = ENDLESS | {"max_tokens": 150}
         jobs = [
             asyncio.create_task(server.post("/v1/completions", **body | {"stream": stream}))

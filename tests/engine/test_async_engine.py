@@ -32,7 +32,7 @@ KILL, RAISE, HANG, FAULT = 101, 102, 103, 104
 
 
 @contextlib.asynccontextmanager
-async def running(script=QUICK, *, beat_timeout=10.0, stall_timeout=30.0, **options):
+async def running(script=QUICK, *, beat_timeout=PATIENCE, stall_timeout=PATIENCE, **options):
     engine = AsyncEngine(
         scripted_config(script, **options),
         factory=FACTORY,

@@ -12,7 +12,7 @@ from bifolio.evals.tasks.coding import coding, judge_code
 
 
 def test_code_that_reaches_its_end_passes() -> None:
-    assert run("import math\nassert math.gcd(12, 18) == 6").passed
+    assert run("import math\nassert math.gcd(12, 18) == 6", grace=60).passed
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_code_that_reaches_its_end_passes() -> None:
     ],
 )
 def test_code_that_does_not_is_named(code: str, reason: str) -> None:
-    found = run(code)
+    found = run(code, grace=60)
     assert not found.passed
     assert reason in found.reason
 
@@ -51,7 +51,7 @@ def test_a_sleeper_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:
 
 
 def test_where_there_is_a_namespace_there_is_no_network() -> None:
-    found = run("import socket\nsocket.create_connection(('127.0.0.1', 9), 1)")
+    found = run("import socket\nsocket.create_connection(('127.0.0.1', 9), 1)", grace=60)
     assert not found.passed
     assert not found.isolated or "unreachable" in found.reason
 
