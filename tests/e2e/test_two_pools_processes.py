@@ -85,6 +85,7 @@ async def kill_each_once(model, count, concurrency, transport="shm"):
                 kill(router, alive.pop(0))
 
         while alive:  # to replace a worker may take longer than all requests
+            await until(lambda: someone_is_left(alive[0]), 300)
             wrong, errors = await traffic(server, requests, expected, concurrency, after)
             assert wrong == []
             assert errors == {}  # recomputed, all of them
