@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from bifolio.engine.logs import _StandardError
 from bifolio.models.source import ModelSource, resolve_source
 
-settings.register_profile("default", deadline=None)
-settings.register_profile("soak", deadline=None, max_examples=20_000)
+ANY_MACHINE: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],  # which measures the machine
+}
+settings.register_profile("default", derandomize=True, **ANY_MACHINE)  # `soak` looks for new cases
+settings.register_profile("soak", max_examples=20_000, **ANY_MACHINE)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

@@ -6,6 +6,9 @@ import itertools
 import json
 import threading
 from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from bifolio.bench.stream import Stream
 
 
 @dataclass
@@ -25,6 +28,10 @@ class Mock:
     """End the body as HTTP wants it, though the answer is not at its end."""
     first_delay: float = 0.0
     chunk_delay: float = 0.0
+    together: int = 0
+    """Answer nobody before so many have asked."""
+    stepwise: bool = False
+    """Send no chunk before the one before has been read, so that each arrives by itself."""
     hit_share: float | None = None
     """Share of the prompts that is said to come from the cache, in usage and metrics."""
     usage_hits: bool = False
@@ -41,6 +48,10 @@ class Mock:
     keep_alive: bool = True
     bodies: list[dict] = field(default_factory=list)
     connections: int = 0
+    most_open: int = 0
+    events_read: int = 0
+    _events_sent: int = 0
+    _open: int = 0
     _prompts: float = 0
     _hits: float = 0
     _numbers: itertools.count = field(default_factory=itertools.count)
@@ -111,6 +122,16 @@ class Mock:
             prompt = len(body["prompt"])
         self._prompts += prompt
         self._hits += prompt * (self.hit_share or 0)
+        self._open += 1
+        self.most_open = max(self.most_open, self._open)
+        try:
+            while self.most_open < self.together and not probe:
+                await asyncio.sleep(0.001)
+            return await self._answer(writer, body, prompt, chat, probe, number)
+        finally:
+            self._open -= 1
+
+    async def _answer(self, writer, body, prompt, chat, probe, number):
         await asyncio.sleep(self.first_delay)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         hang_up = self.hang_up_every and not probe and number % self.hang_up_every == 0
@@ -136,6 +157,8 @@ class Mock:
             if hang_up:
                 writer.write(b"0\r\n\r\n" if self.politely else b"")
                 return self.politely
+            while self.stepwise and self.events_read < self._events_sent:
+                await asyncio.sleep(0.001)
             await asyncio.sleep(self.chunk_delay)
         if self.usage:
             usage = self._usage(prompt, sent + self.lie)
@@ -152,6 +175,7 @@ class Mock:
         return usage
 
     def _event(self, writer, data):
+        self._events_sent += 1
         payload = f"data: {data}\n\n".encode()
         # Split inside the event, so that no reader can take a piece of the body for an event.
         for part in (payload[:9], payload[9:]):
@@ -162,6 +186,11 @@ class Mock:
 def serving(mock):
     """Run it in a thread; yields its address."""
     ready, told = threading.Event(), []
+    take = Stream._event
+
+    def counted(stream, data, now):
+        take(stream, data, now)
+        mock.events_read += 1
 
     async def main():
         stop = asyncio.Event()
@@ -180,7 +209,8 @@ def serving(mock):
     ready.wait()
     port, loop, stop = told
     try:
-        yield f"http://127.0.0.1:{port}"
+        with patch.object(Stream, "_event", counted) if mock.stepwise else contextlib.nullcontext():
+            yield f"http://127.0.0.1:{port}"
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

@@ -28,7 +28,7 @@ def plan(**changes):
 
 def run(mock, load=Load(3), kind=EndpointType.COMPLETIONS, **changes):  # noqa: B008
     with serving(mock) as url:
-        target = Endpoint(url, timeout=10, kind=kind)
+        target = Endpoint(url, timeout=60, kind=kind)
         try:
             return measure(target, plan(**changes), load, 0)
         finally:
@@ -50,23 +50,28 @@ def test_tokens_are_the_servers_whatever_its_chunks_hold(usage, silent):
 
 
 def test_the_wait_for_a_chunk_is_shared_among_its_tokens():
-    made = run(Mock(chunks=(1, 3, 0, 7), chunk_delay=0.01), requests=3)
+    delay = 0.01
+    made = run(Mock(chunks=(1, 3, 0, 7), chunk_delay=delay, stepwise=True), requests=3)
     for record in made.seen.records:
         assert sum(record.counts) == TOKENS
         assert len(record.itl) == TOKENS - 1  # the first chunk has one token
         assert sum(record.itl) == pytest.approx(record.last - record.first)
+        three, seven = record.itl[:3], record.itl[3:10]
+        assert len(set(three)) == len(set(seven)) == 1
+        assert sum(three) > 0.99 * delay
+        assert sum(seven) > 0.99 * 2 * delay  # the chunk before had none
     itl = made.figures.itl
     assert itl.count == 3 * (TOKENS - 1)
-    assert 0 < itl.low < 0.009 < itl.high  # 7 tokens share about 20 ms, 3 share 10 ms
+    assert 0 < itl.low < itl.high
 
 
 def test_tokens_that_come_with_the_first_take_no_time_of_their_own():
-    record = run(Mock(chunks=(12,), chunk_delay=0.05), requests=1).seen.records[0]
+    record = run(Mock(chunks=(12,), stepwise=True), requests=1).seen.records[0]
     assert record.tpot == pytest.approx((record.last - record.first) / 12)
 
 
 def test_without_counts_of_chunks_there_is_no_itl_and_it_is_said():
-    figures = run(Mock(chunks=(1, 3, 0, 7), usage="final")).figures
+    figures = run(Mock(chunks=(1, 3, 0, 7), usage="final", stepwise=True)).figures
     assert figures.itl is None
     assert figures.peak_rate is None
     assert figures.tpot is not None
@@ -154,29 +159,32 @@ def test_no_prompt_comes_twice_in_a_series_nor_in_the_warm_up():
 
 
 def test_a_slow_first_token_is_in_the_ttft_and_not_in_the_tpot():
-    figures = run(Mock(first_delay=0.2, chunk_delay=0.002), requests=2).figures
-    assert figures.ttft.low >= 0.2
-    assert figures.tpot.high < 0.05
+    made = run(Mock(first_delay=0.2, stepwise=True), requests=2)
+    assert made.figures.ttft.low > 0.99 * 0.2
+    for record in made.seen.records:
+        assert record.tpot == pytest.approx((record.last - record.first) / (TOKENS - 1))
+        assert record.first - record.start == record.ttft
 
 
 def test_the_goals_decide_what_is_good():
-    slow = Goals(ttft=0.1)
-    assert run(Mock(first_delay=0.2), requests=2, goals=slow).figures.good == 0
-    assert run(Mock(), requests=2, goals=slow).figures.good == 2
+    for ttft, good in ((0.1, 0), (50.0, 2)):
+        made = run(Mock(first_delay=0.2), requests=2, goals=Goals(ttft=ttft))
+        assert made.figures.good == good
 
 
 def test_a_closed_loop_holds_its_concurrency_and_keeps_its_connections():
-    mock = Mock(first_delay=0.02)
+    mock = Mock(together=4)
     made = run(mock, Load(4), requests=12)
     starts, ends = ([getattr(r, name) for r in made.seen.records] for name in ("start", "end"))
     assert max(sum(s <= at < e for s, e in zip(starts, ends, strict=True)) for at in starts) == 4
+    assert mock.most_open == 4
     assert mock.connections <= 6  # 4, and one each for the looks at the metrics and the probe
 
 
 def test_an_open_loop_does_not_wait_for_a_slow_server():
-    made = run(Mock(first_delay=1.0), Load(rate=100.0), requests=20)
-    assert max(record.start for record in made.seen.records) < 1.0
-    assert max(record.late for record in made.seen.records) < 0.5  # the machine may be busy
+    mock = Mock(together=20)
+    assert not run(mock, Load(rate=100.0), requests=20).figures.failed
+    assert mock.most_open == 20
 
 
 def test_later_turns_send_the_earlier_ones_again():
@@ -233,7 +241,7 @@ def test_the_chunk_of_the_role_is_not_the_first_token():
     record = chat(Mock(chunk_delay=0.005), requests=1).seen.records[0]
     assert sum(record.counts) == TOKENS
     assert len(record.arrivals) == TOKENS
-    assert record.itl[0] < 0.05
+    assert record.first == record.arrivals[0]
 
 
 def test_what_a_chat_template_adds_may_be_cached_and_no_more():

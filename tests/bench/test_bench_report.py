@@ -86,7 +86,9 @@ def sorted_points(bench):
             if p["target"] == name and p["part"] == ""]  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_the_published_rows_meet_their_like_only(results):
+    run("report", results)
     bench = json.loads((results / "bench.json").read_text())
     caches, weights = pairs([bench])
     assert [pair.name for pair in caches] == ["bf16/bf16 → bf16/fp8"]

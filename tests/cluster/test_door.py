@@ -11,7 +11,7 @@ from bifolio.cluster.actor import KEY_BYTES, Door
 def test_strangers_are_sent_away_and_the_right_one_is_let_in() -> None:
     door = Door("127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(door.accept, 10.0)
+        accepted = pool.submit(door.accept, 60.0)
         address = ("127.0.0.1", door.port)
         for wrong in (b"x" * KEY_BYTES, door.key[:-1] + b"?", b""):
             with socket.create_connection(address) as stranger:

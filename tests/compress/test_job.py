@@ -69,7 +69,7 @@ def stop(_stage: str, _done: int, _total: int) -> None:
 
 def run(source: Path, target: Path, killed_at: float) -> int:
     command = [sys.executable, "-c", DIES, str(source), str(target), str(killed_at), str(SHARD)]
-    return subprocess.run(command, check=False, timeout=100).returncode
+    return subprocess.run(command, check=False, timeout=500).returncode
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ def tokens(*ids, end=None):
 
 
 class FakeEngine:
-    """Says what `script` yields for a request: outputs, errors to raise, seconds to wait."""
+    """Says what `script` yields for a request: outputs, errors to raise, events to wait for."""
 
     def __init__(self, script):
         self.hello = HELLO
@@ -63,6 +63,9 @@ class FakeEngine:
                     raise item
                 if isinstance(item, float):
                     await asyncio.sleep(item)
+                    continue
+                if isinstance(item, asyncio.Event):
+                    await item.wait()
                     continue
                 await asyncio.sleep(0)
                 yield Output(

@@ -92,7 +92,7 @@ def test_a_decode_pool_that_is_too_small_sends_requests_back_and_changes_no_toke
     settle(pair)
 
 
-def test_pages_of_prefill_stay_while_decode_does_not_answer(model, oracle):
+def test_pages_of_prefill_stay_while_decode_does_not_answer(model, oracle, monkeypatch):
     """A lease cannot be shorter than a queue: there is none, the pages are held."""
     pair = LocalPair(model, *PLAN)
     limits = {"cache_memory": 8 * page_bytes(pair, "prefill"), "max_model_len": 120}
@@ -100,10 +100,13 @@ def test_pages_of_prefill_stay_while_decode_does_not_answer(model, oracle):
     requests = [ask(str(i), 90, i) for i in range(4)]
     for request in requests:
         pair._submit(request, [])
-    for _ in range(200):  # the decode side is busy with something else
-        pair.prefill.peers.attend()
-        if pair.prefill.has_work:
-            pair.prefill.step()
+    now = time.monotonic()
+    with monkeypatch.context() as patch:  # for less time than a peer may be silent
+        patch.setattr(pair.prefill.peers._sides[NAME].link, "clock", lambda: now)
+        for _ in range(200):  # the decode side is busy with something else
+            pair.prefill.peers.attend()
+            if pair.prefill.has_work:
+                pair.prefill.step()
     stats = pair.prefill.scheduler.stats()
     assert (stats.held_pages, stats.waiting) == (6, 3)
     found = {request.id: [] for request in requests}

@@ -17,6 +17,8 @@ from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
 from bifolio.testing.text import IM_END, byte_tokenizer, chatml
 
 KILL, FAULT, HANG = 301, 302, 303
+PATIENCE = 60.0
+"""Seconds to wait for what is sure to come, on a machine however slow and busy."""
 WORDS = ["hello", " world", "ab", "bc", "abc"]
 
 
@@ -28,21 +30,24 @@ class Running:
         self.server = server
         self.url = url
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        self.http = httpx.AsyncClient(base_url=url, timeout=20)
+        self.http = httpx.AsyncClient(base_url=url, timeout=PATIENCE)
 
     async def post(self, path, **body):
         return await self.http.post(path, json=body)
 
-    async def until_idle(self, seconds=2.0):
+    async def until_idle(self):
         """Wait until the engine holds nothing: no request and no live page."""
-        await until(lambda: self.engine.open_requests == 0, seconds)
-        before = self.engine.stats
-        await until(lambda: self.engine.stats is not before, seconds)
-        stats = self.engine.stats
-        assert (stats.running, stats.waiting, stats.pages_live) == (0, 0, 0)
+        await until(lambda: self.engine.open_requests == 0)
+        before = self.engine.stats  # the next may have been sent before the last abort arrived
+
+        def idle():
+            stats = self.engine.stats
+            return stats is not before and not (stats.running or stats.waiting or stats.pages_live)
+
+        await until(idle)
 
 
-async def until(condition, seconds=3.0):
+async def until(condition, seconds=PATIENCE):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
@@ -56,7 +61,13 @@ def default_script(**changes):
 
 @contextlib.asynccontextmanager
 async def serving(
-    script=None, *, engine_options=None, beat_timeout=10.0, tokenizer=None, template="", **config
+    script=None,
+    *,
+    engine_options=None,
+    beat_timeout=PATIENCE,
+    tokenizer=None,
+    template="",
+    **config,
 ):
     """A server over a scripted engine. `template` None: the model has none."""
     tokenizer = tokenizer or byte_tokenizer(WORDS)
@@ -71,7 +82,7 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def serving_over(engine_config, factory, text, *, beat_timeout=10.0, **config):
+async def serving_over(engine_config, factory, text, *, beat_timeout=PATIENCE, **config):
     """A server over the engine that `factory` builds; config: fields of ServerConfig."""
     engine = AsyncEngine(engine_config, factory=factory, beat_timeout=beat_timeout)
     settings = ServerConfig(engine=engine_config, served_name="tiny", **config)

@@ -37,7 +37,7 @@ async def pools(
     await router.start()
     try:
         everyone = [(p, d) for p, d in itertools.product(fleet.prefill, fleet.decode)]
-        await until(lambda: all(d.name in p.peers for p, d in everyone), 60)
+        await until(lambda: all(d.name in p.peers for p, d in everyone), 300)
         settings = ServerConfig(engine=config(model, plan[0]), served_name="m")
         async with serving_client(router, settings, load_text_side(Path(model))) as running:
             yield running
@@ -50,7 +50,7 @@ def kill(router, name, number=signal.SIGKILL):
     os.kill(router.fleet.member(name).engine.pid, number)
 
 
-async def until_whole(router, restarts, seconds=90.0):
+async def until_whole(router, restarts, seconds=300.0):
     """Wait until every worker is up, connected, and so many have been replaced."""
 
     def whole():
@@ -63,7 +63,7 @@ async def until_whole(router, restarts, seconds=90.0):
     await until(whole, seconds)
 
 
-async def until_accounted(router, seconds=20.0):
+async def until_accounted(router, seconds=120.0):
     """Every page of every worker is free or cached, and no transfer is open."""
 
     def accounted():

@@ -128,21 +128,21 @@ async def test_an_answer_that_takes_longer_than_its_timeout_ends_as_an_error(ser
     words = {"prompt": "a"}
     if path.startswith("chat"):
         words = {"messages": [{"role": "user", "content": "a"}]}
-    body = SECONDS_OF_WORK | words | {"max_tokens": 150, "timeout": 0.05}
+    body = SECONDS_OF_WORK | words | {"max_tokens": 150, "timeout": 0.02}
     response = await server.post(f"/v1/{path}", model="tiny", **body)
     assert response.status_code == 504
     assert response.headers["x-should-retry"] == "false"
     error = response.json()["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
     await server.until_idle()
-    in_time = await complete(server, max_tokens=5, ignore_eos=True, timeout=30)
+    in_time = await complete(server, max_tokens=5, ignore_eos=True, timeout=3600)
     assert in_time["usage"]["completion_tokens"] == 5
 
 
 async def test_a_stream_whose_time_is_over_ends_with_the_error_and_without_done(server):
     body = SECONDS_OF_WORK | {"model": "tiny", "prompt": PROMPT, "stream": True}
-    for timeout in (0.1, 0.3, 0.6):  # the first may be over before the first token
-        response = await server.post("/v1/completions", **body, timeout=timeout)
+    for doubled in range(14):  # the first may be over before the first token
+        response = await server.post("/v1/completions", **body, timeout=0.01 * 2**doubled)
         if response.status_code == 200:
             break
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
@@ -152,7 +152,7 @@ async def test_a_stream_whose_time_is_over_ends_with_the_error_and_without_done(
 
 
 async def test_a_request_cannot_ask_for_more_time_than_the_server_gives(folder):
-    async with over(folder, max_num_seqs=48, request_timeout=0.05) as server:
+    async with over(folder, max_num_seqs=48, request_timeout=0.02) as server:
         for own in ({}, {"timeout": 3600}):
             answer = await complete(server, **SECONDS_OF_WORK, **own)
             assert answer["error"]["code"] == "deadline_exceeded"
@@ -175,7 +175,8 @@ async def test_a_wrong_id_of_a_neighbour_changes_nothing(server):
 
 
 async def test_200_clients_of_which_a_third_hang_up(server):
-    health = []
+    health, rng = [], random.Random(1)
+    patience = [rng.random() * 2 for _ in range(200)]
 
     async def watch():
         while True:
@@ -192,7 +193,7 @@ async def test_200_clients_of_which_a_third_hang_up(server):
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
         try:
             if i % 3 == 0:
-                await asyncio.sleep(random.random() * 2)
+                await asyncio.sleep(patience[i])
                 return None
             return (await reader.read()).decode()
         finally:
@@ -200,7 +201,7 @@ async def test_200_clients_of_which_a_third_hang_up(server):
 
     watcher = asyncio.create_task(watch())
     answers = await asyncio.gather(*(one(i) for i in range(200)))
-    await server.until_idle(5.0)
+    await server.until_idle()
     watcher.cancel()
     assert set(health) == {200}
     assert all("[DONE]" in answer for answer in answers if answer is not None)

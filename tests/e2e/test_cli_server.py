@@ -27,6 +27,8 @@ ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "TERM": "dumb",
 }
+PATIENCE = 300.0
+"""Seconds to wait for what is sure to come, on a machine however slow and busy."""
 BIFOLIO = [sys.executable, "-P", "-m", "bifolio"]
 OPTIONS = ["--kernels", "reference", "--cache-memory", "8MiB", "--threads", "1"]
 QUESTION = [{"role": "user", "content": "the capital of the country"}]
@@ -34,9 +36,14 @@ QUESTION = [{"role": "user", "content": "the capital of the country"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(
-        tmp_path_factory.mktemp("models") / "tiny", tiny_config(max_position_embeddings=8192)
-    )
+    """A model that knows no end: its answers go on until they are stopped."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    config = tiny_config(max_position_embeddings=16_000, eos_token_id=None)
+    write_model(path, config)
+    (path / "generation_config.json").write_text("{}")
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
+    return path
 
 
 class Server:
@@ -62,11 +69,11 @@ class Server:
 
     def ask(self, **options: Any) -> httpx.Response:
         body = {"messages": QUESTION, "temperature": 0, "max_tokens": 5, **options}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE)
 
     def wait(self) -> int:
         """Status of a server that was told to stop."""
-        status = self.process.wait(30)
+        status = self.process.wait(PATIENCE)
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{self.url}/health")
         return status
@@ -100,7 +107,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
         **options,
     )
@@ -165,7 +172,7 @@ class Terminal:
         self.text = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")()
 
-    def until(self, done: Callable[[str], bool], seconds: float = 60.0) -> None:
+    def until(self, done: Callable[[str], bool], seconds: float = PATIENCE) -> None:
         """Read what is printed until `done`."""
         deadline = time.monotonic() + seconds
         while not done(self.text):
@@ -206,7 +213,7 @@ def test_a_conversation_at_a_terminal_goes_on_until_exit(server: Server) -> None
             terminal.until_count("pages checked", turn)
             terminal.until_prompt()
         terminal.type("/exit\r")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(PATIENCE) == 0
     first, second = [line for line in terminal.text.splitlines() if "tokens in" in line]
     tokens = [int(line.split(" tokens in")[0]) for line in (first, second)]
     assert tokens[1] > tokens[0] + 4  # the second turn carries the first
@@ -214,7 +221,7 @@ def test_a_conversation_at_a_terminal_goes_on_until_exit(server: Server) -> None
 
 
 def test_control_c_stops_an_answer_and_not_the_conversation(server: Server) -> None:
-    options = ["--url", server.url, "--temperature", "0"]  # greedy, it goes on for seconds
+    options = ["--url", server.url, "--temperature", "0"]
     with terminal_with("chat", *options) as terminal:
         terminal.until_prompt()
         terminal.type("the river\r")
@@ -223,7 +230,7 @@ def test_control_c_stops_an_answer_and_not_the_conversation(server: Server) -> N
         terminal.until_count("interrupted", 1)
         terminal.until_prompt()
         terminal.type("\x04")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(PATIENCE) == 0
 
 
 def test_chat_starts_a_server_of_its_own_and_leaves_none_behind(
@@ -241,7 +248,7 @@ def test_chat_starts_a_server_of_its_own_and_leaves_none_behind(
 
 
 def test_a_stopped_server_lets_open_streams_end(folder: Path) -> None:
-    with serving(folder) as server:
+    with serving(folder, "--drain-seconds", "300") as server:
         with httpx.stream(
             "POST",
             f"{server.url}/v1/chat/completions",
@@ -252,7 +259,7 @@ def test_a_stopped_server_lets_open_streams_end(folder: Path) -> None:
                 "ignore_eos": True,
                 "stream_options": {"include_usage": True},
             },
-            timeout=60,
+            timeout=PATIENCE,
         ) as response:
             lines = response.iter_lines()
             next(lines)

