@@ -20,6 +20,7 @@ from bifolio.engine.chat_template import ChatTemplate, TemplateSource
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
 from bifolio.errors import CheckpointError, ConfigError
+from bifolio.spec.fields import Fields
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -155,11 +156,9 @@ def _template_in_folder(folder: Path) -> TemplateSource | None:
 
 
 def _template_in_gguf(metadata: Mapping[str, Any]) -> TemplateSource | None:
-    key = "tokenizer.chat_template"
-    if key not in metadata:
+    fields, key = Fields(metadata, "the GGUF file"), "tokenizer.chat_template"
+    if key not in fields:
         return None
-    texts = {"default": metadata[key]}
-    for name in metadata.get("tokenizer.chat_templates", ()):
-        if f"{key}.{name}" in metadata:
-            texts[name] = metadata[f"{key}.{name}"]
-    return TemplateSource(texts, "the GGUF file")
+    names = fields.texts(f"{key}s") if f"{key}s" in fields else []
+    texts = {name: fields.text(f"{key}.{name}") for name in names if f"{key}.{name}" in fields}
+    return TemplateSource({"default": fields.text(key)} | texts, "the GGUF file")

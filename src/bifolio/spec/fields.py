@@ -8,6 +8,9 @@ from typing import Any
 
 from bifolio.errors import CheckpointError, UnsupportedError
 
+_MOST_SHOWN = 120
+"""Characters of a value in an error: a vocabulary may stand where a number belongs."""
+
 
 class Fields:
     """A mapping of JSON-like values from `where` (a file, or a part of one).
@@ -64,6 +67,15 @@ class Fields:
             raise self._wrong(key, value, "a list of texts")
         return value
 
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, whole ones among them."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(
+            isinstance(item, int | float) and not isinstance(item, bool) for item in value
+        ):
+            raise self._wrong(key, value, "a list of numbers")
+        return value
+
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids given as one integer or as a list; empty where the key is absent."""
         value = self._values.get(key)
@@ -104,4 +116,7 @@ class Fields:
         return default
 
     def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {key} is {value!r}, not {wanted}")
+        shown = repr(value)
+        if len(shown) > _MOST_SHOWN:
+            shown = f"{shown[:_MOST_SHOWN]}…"
+        return CheckpointError(f"{self._where}: {key} is {shown}, not {wanted}")
