@@ -74,6 +74,13 @@ def test_end_tokens_are_the_union_of_config_generation_config_and_tokenizer(
     assert set(resolve_source(str(tmp_path)).spec.stop_ids) == wanted
 
 
+def test_an_end_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    """Each request would be refused for it: it says where to stop, and is masked before."""
+    write_ends(tmp_path, None, [8, 100_000], None)
+    with pytest.raises(CheckpointError, match="end token 100000 is none of the model's"):
+        _ = resolve_source(str(tmp_path)).spec
+
+
 def test_added_tokens_of_the_tokenizer_config_are_found_first(tmp_path: Path) -> None:
     write_ends(tmp_path, None, None, None)
     entry = {"eos_token": "<|x|>", "added_tokens_decoder": {"5": {"content": "<|x|>"}}}

@@ -75,9 +75,17 @@ class ModelSource:
         CheckpointError and UnsupportedError name file and key.
         """
         if self.is_gguf:
-            return gguf_spec(self.gguf)
-        spec = read_config(self.config, self.generation_config)
-        return replace(spec, stop_ids=tuple(dict.fromkeys((*spec.stop_ids, *self._end_token))))
+            spec = gguf_spec(self.gguf)
+        else:
+            spec = read_config(self.config, self.generation_config)
+            spec = replace(spec, stop_ids=tuple(dict.fromkeys((*spec.stop_ids, *self._end_token))))
+        for token in spec.stop_ids:
+            if token >= spec.vocab:
+                raise CheckpointError(
+                    f"{self.path}: end token {token} is none of the model's {spec.vocab} tokens; "
+                    "correct eos_token_id, or what else names it"
+                )
+        return spec
 
     @property
     def _end_token(self) -> tuple[int, ...]:
