@@ -105,19 +105,27 @@ def _text(token: Any) -> str | None:
 def _add_declared(backend: Backend, settings: dict[str, Any]) -> None:
     """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks, in the order of ids."""
     known = backend.get_added_tokens_decoder()
-    declared: dict[str, Any] = settings.get("added_tokens_decoder") or {}
-    for key, token in sorted(declared.items(), key=lambda item: int(item[0])):
+    declared = Fields(settings, "tokenizer_config.json").part("added_tokens_decoder")
+    keys = declared.keys()
+    for key in keys:
+        if not key.isdecimal():
+            raise CheckpointError(
+                f"tokenizer_config.json: added_tokens_decoder: {key!r} is no token id"
+            )
+    for key in sorted(keys, key=int):
         if int(key) in known:
             continue
+        token = declared.part(key)
+        text = token.text("content")
         flags = {
-            flag: bool(token.get(flag, False))
+            flag: token.flag(flag, False)
             for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
-        backend.add_tokens([AddedToken(token["content"], **flags)])
-        if backend.token_to_id(token["content"]) != int(key):
+        backend.add_tokens([AddedToken(text, **flags)])
+        if backend.token_to_id(text) != int(key):
             raise CheckpointError(
-                f"tokenizer_config.json gives {token['content']!r} the id {key}, but it is "
-                f"{backend.token_to_id(token['content'])} in tokenizer.json"
+                f"tokenizer_config.json gives {text!r} the id {key}, but it is "
+                f"{backend.token_to_id(text)} in tokenizer.json"
             )
 
 

@@ -19,6 +19,7 @@ from bifolio.models.gguf_spec import gguf_spec
 from bifolio.models.progress import Report, hub_bar, silent
 from bifolio.spec import ModelSpec
 from bifolio.spec.config_json import read_config
+from bifolio.spec.fields import Fields
 
 ORIGIN = "bifolio_origin"
 """Key of config.json with the identity of the checkpoint that this one was made from."""
@@ -94,12 +95,19 @@ class ModelSource:
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str):
             return ()
-        declared = self.tokenizer_config.get("added_tokens_decoder") or {}
-        for key, entry in declared.items():
-            if entry.get("content") == text:
+        path = self.path / "tokenizer_config.json"
+        declared = Fields(self.tokenizer_config, str(path)).part("added_tokens_decoder")
+        keys = declared.keys()
+        for key in keys:
+            if declared.part(key).text("content", "") == text:
+                if not key.isdecimal():
+                    raise CheckpointError(f"{path}: added_tokens_decoder: {key!r} is no token id")
                 return (int(key),)
-        added = _read_object(self.path / "tokenizer.json").get("added_tokens") or []
-        return tuple(entry["id"] for entry in added if entry.get("content") == text)
+        path = self.path / "tokenizer.json"
+        added = Fields(_read_object(path), str(path)).parts("added_tokens")
+        return tuple(
+            entry.integer("id", low=0) for entry in added if entry.text("content", "") == text
+        )
 
 
 def resolve_source(name: str, report: Report = silent) -> ModelSource:
