@@ -201,7 +201,8 @@ inline float float_from_bf16(uint16_t x) {
 inline Lanes round_to_bf16(Lanes x) {
   const IntLanes u = bits(x);
   const IntLanes rounded = (u + 0x7fff + (u >> 16 & 1)) & static_cast<int32_t>(0xffff0000);
-  return x != x ? x : from_bits(rounded);
+  // A NaN whose set bits are all low ones would lose them, and be an infinity.
+  return from_bits(x != x ? u | 0x400000 : rounded);
 }
 
 }  // namespace bifolio::BIFOLIO_ISA

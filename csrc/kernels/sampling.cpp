@@ -69,9 +69,10 @@ double sum_of_exp(const float* x, int64_t n, float best, float sharpness, float*
     sum += static_cast<double>(sum_lanes(part));
   }
   for (; i < n; ++i) {
-    const double e = std::exp(static_cast<double>((weighed(x[i]) - best) * sharpness));
-    if (terms) terms[i] = static_cast<float>(e);
-    sum += e;
+    const auto e =
+        static_cast<float>(std::exp(static_cast<double>((weighed(x[i]) - best) * sharpness)));
+    if (terms) terms[i] = e;
+    sum += static_cast<double>(e);
   }
   return sum;
 }
@@ -214,20 +215,30 @@ class WholeRow {
     if (top_p >= 1.0) return find(uniform * total_, false).id;
     const Place last = find(top_p * total_, true);
     const Place drawn = find(uniform * last.sum, false);
-    return drawn.sum < last.sum ? drawn.id : last.id;
+    // Sums of floats and of doubles differ in their last bits, so rank decides and not the sums.
+    return ranks_behind(drawn, last) ? last.id : drawn.id;
   }
 
  private:
   struct Place {
     int32_t id;
+    float logit;
     double sum;  // of the weights down to it
   };
 
+  static bool ranks_behind(const Place& one, const Place& other) {
+    return one.logit < other.logit || (one.logit == other.logit && one.id > other.id);
+  }
+
   // The first token in rank down to which the weights sum to more than the goal, or with `equal` to
-  // as much.
+  // as much. A goal that no sum exceeds counts as the whole: what weighs nothing is never found.
   Place find(double goal, bool equal) const {
     constexpr int64_t kFew = 256;
     constexpr int kMostRounds = 5;
+    if (goal >= total_) {
+      goal = total_;
+      equal = true;
+    }
     const auto reached = [=](double sum) { return sum > goal || (equal && sum == goal); };
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     Slab slab{-kInfinity, kInfinity, 0.0};
@@ -237,12 +248,12 @@ class WholeRow {
     }
     const int64_t count = collect(x_, vocab_, slab.low, slab.high, scratch_.items);
     sort_falling(scratch_.items, scratch_.other, count);
-    Place place{0, slab.before};
+    Place place{0, static_cast<float>(best_), slab.before};
     for (int64_t i = 0; i < count && (i == 0 || !reached(place.sum)); ++i) {
       const Candidate& item = scratch_.items[i];
       const double w = std::exp((static_cast<double>(item.logit) - best_) / temperature_);
       if (i > 0 && w == 0.0) break;
-      place = {item.id, place.sum + w};
+      place = {item.id, item.logit, place.sum + w};
     }
     return place;
   }

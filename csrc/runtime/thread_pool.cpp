@@ -119,12 +119,19 @@ int64_t TileRuns::take_over(Run& from, Run& own) noexcept {
 
 ThreadPool::ThreadPool(int threads) : runs_(threads) {
   workers_.reserve(static_cast<std::size_t>(threads - 1));
-  for (int thread = 1; thread < threads; ++thread) {
-    workers_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < threads; ++thread) {
+      workers_.emplace_back([this, thread] { work(thread); });
+    }
+  } catch (...) {  // a thread that is destroyed before it is joined ends the process
+    stop();
+    throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() noexcept {
   stop_.store(true);
   epoch_.fetch_add(1);
   epoch_.notify_all();

@@ -56,7 +56,7 @@ class TileCursor {
 // for a thread that sleeps or was taken off its processor before it joined.
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads);  // the caller included
+  explicit ThreadPool(int threads);  // at least 1, the caller included; std::system_error
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -65,6 +65,7 @@ class ThreadPool {
   void run(int64_t tiles, SectionFn fn, const void* body) noexcept;
 
  private:
+  void stop() noexcept;
   void work(int thread) noexcept;
   uint32_t await_epoch(uint32_t seen) noexcept;
   bool try_join(uint32_t epoch) noexcept;

@@ -21,7 +21,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from bifolio.engine.text_files import tokenizer_from_folder
+from bifolio.engine.text_files import load_text_side, tokenizer_from_folder
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.engine.tokenizer_gguf import TokenType, tokenizer_from_gguf
 from bifolio.errors import CheckpointError, ConfigError, UnsupportedError
@@ -189,6 +189,42 @@ def test_sentencepiece_from_gguf_follows_the_definition(text):
     assert tokenizer.encode(text) == sentencepiece(tokens, scores, text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text, add_special_tokens=True)[0] == 1
+
+
+@pytest.mark.parametrize("key", ["tokens", "model", "scores", "token_type", "add_bos_token"])
+@pytest.mark.parametrize("value", [3, -0.5, [[1]], "abc", True])
+def test_an_entry_of_a_gguf_file_that_is_of_another_type_is_named(key, value):
+    key = f"tokenizer.ggml.{key}"
+    if (key.endswith("model"), value) == (True, "abc") or (
+        key.endswith("bos_token") and value is True
+    ):
+        return
+    with pytest.raises(CheckpointError, match=key) as refusal:
+        tokenizer_from_gguf(sentencepiece_metadata() | {key: value})
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("key", ["bos", "eos", "eot", "unknown", "padding"])
+@pytest.mark.parametrize("value", [273, 2**32 - 1, 2**63, -1, 1.0, "</s>", [0, 273]])
+def test_a_named_token_of_a_gguf_file_must_be_one_of_its_tokens(key, value):
+    key = f"tokenizer.ggml.{key}_token_id"
+    with pytest.raises(CheckpointError, match=key):
+        tokenizer_from_gguf(sentencepiece_metadata() | {key: value})
+
+
+@pytest.mark.parametrize("merge", ["a q", "q a", "a b"])
+def test_a_merge_of_what_is_no_token_is_named(merge):
+    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b"], "merges": [merge]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    with pytest.raises(CheckpointError, match="is no token"):
+        tokenizer_from_gguf(metadata)
+
+
+def test_a_chat_template_of_a_gguf_file_that_is_no_text_is_named():
+    for key, value in {"chat_template": 3, "chat_templates": 3}.items():
+        metadata = {"tokenizer.chat_template": "{{ messages }}", f"tokenizer.{key}": value}
+        with pytest.raises(CheckpointError, match=f"tokenizer.{key} is 3"):
+            load_text_side(sentencepiece_metadata() | metadata)
 
 
 def test_what_a_gguf_file_lacks_or_we_do_not_know_is_named():

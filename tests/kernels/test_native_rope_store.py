@@ -120,6 +120,18 @@ def test_casts_to_fp8_clamp_round_half_to_even_and_keep_nan(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_every_nan_stays_one_in_bf16(isa: str) -> None:
+    """Those too whose set bits are all in the half that is dropped."""
+    patterns = [0x7F800001, 0x7F80FFFF, 0x7FC00000, 0x7FFFFFFF]
+    bits = torch.tensor(patterns * 4, dtype=torch.int64).to(torch.int32)
+    bits[8:] |= -(2**31)
+    cache = stored_values(isa, "bf16", bits.view(1, -1).view(torch.float32))
+    start = cache.spec.layer_offset(0) + cache.spec.plane_bytes
+    got = cache.pool[0, start : start + 64].view(torch.bfloat16).view(-1, 2)[:, 0]
+    assert got.isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=60, deadline=None)
 @given(exponent=st.floats(-44, 38), seed=st.integers(0, 2**32 - 1), spoil=st.sampled_from("  ni0"))
 def test_token_scales_are_the_least_that_do_not_overflow(

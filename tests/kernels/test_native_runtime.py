@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from bifolio.errors import UnsupportedError
+from bifolio.errors import ConfigError, UnsupportedError
 from bifolio.formats import WeightFormat
 from bifolio.kernels.arena import Arena
 from bifolio.kernels.native import NativeOps
@@ -68,6 +68,36 @@ def test_calls_outside_a_recording_are_not_recorded() -> None:
 def test_an_unknown_instruction_set_is_refused_with_the_choices() -> None:
     with pytest.raises(UnsupportedError, match=r"'sse9'.*portable"):
         NativeOps(1, isa="sse9")
+
+
+def test_a_number_of_threads_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="threads=-1"):
+        NativeOps(-1)
+
+
+def test_threads_that_the_system_refuses_are_an_error_and_not_the_end_of_the_process() -> None:
+    """Room for some twenty stacks, so that the last of the threads cannot start."""
+    program = (
+        "import resource, torch\n"
+        "from bifolio.errors import ConfigError\n"
+        "from bifolio.kernels.native import NativeOps\n"
+        "NativeOps(2)\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "room = used + (200 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (room, room))\n"
+        "try:\n"
+        "    NativeOps(1000)\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "cannot start 1000 threads" in done.stdout, (done.returncode, done.stderr)
 
 
 def test_the_environment_variable_forces_the_instruction_set() -> None:

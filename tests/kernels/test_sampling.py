@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bifolio.kernels import native_sampling, reference_sampling
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.reference_sampling import (
     Draw,
@@ -109,6 +110,21 @@ def test_a_draw_never_falls_on_nan_among_numbers(ops: SamplingOps, rule: dict[st
     found = ops.choose([logits] * len(draws), draws)
     assert found == ops.choose([without] * len(draws), draws)
     assert len(set(found)) > 5
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.999, 1 - 1e-10])
+def test_not_even_the_greatest_random_number_draws_what_cannot_come(
+    ops: SamplingOps, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums over a row are rounded; a draw in the last bits of the whole must not fall out of it."""
+    for module in (native_sampling, reference_sampling):
+        monkeypatch.setattr(module, "uniform", lambda _seed, _position: 1 - 2.0**-53)
+    generator = torch.Generator().manual_seed(3)
+    for size in range(2, 70):
+        logits = torch.randn(size, generator=generator) * 3
+        logits[torch.randperm(size, generator=generator)[: size // 2]] = -torch.inf
+        chosen = ops.choose([logits], [draw(temperature=0.7, top_p=top_p)])[0]
+        assert logits[chosen] > -torch.inf, (size, chosen)
 
 
 def test_nan_ranks_behind_all_numbers_and_has_no_part_in_their_logprobs(ops: SamplingOps) -> None:

@@ -217,3 +217,21 @@ def test_end_tokens_are_the_union_of_those_in_the_metadata(tmp_path: Path) -> No
     write_gguf(tmp_path / "m.gguf", tiny_config("llama"), all_of(Type.F32))
     assert resolve_source(str(tmp_path / "m.gguf")).spec.stop_ids == (2, 0)
     assert GGUFFile(tmp_path / "m.gguf").metadata["general.architecture"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        (b"llama.block_count", 2**32 - 1, "llama.block_count is 4294967295"),
+        (b"tokenizer.ggml.eot_token_id", 2**32 - 1, "end token 4294967295 is none of"),
+    ],
+)
+def test_numbers_far_beyond_the_file_are_refused_before_they_are_used(
+    key: bytes, value: int, named: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", tiny_config("llama"), all_of(Type.F32))
+    data = (tmp_path / "m.gguf").read_bytes()
+    at = data.index(key) + len(key) + 4  # behind the type of the entry
+    (tmp_path / "odd.gguf").write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(CheckpointError, match=named):
+        load(tmp_path / "odd.gguf")

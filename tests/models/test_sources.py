@@ -74,6 +74,40 @@ def test_end_tokens_are_the_union_of_config_generation_config_and_tokenizer(
     assert set(resolve_source(str(tmp_path)).spec.stop_ids) == wanted
 
 
+def test_an_end_token_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    """Each request would be refused for it: it says where to stop, and is masked before."""
+    write_ends(tmp_path, None, [8, 100_000], None)
+    with pytest.raises(CheckpointError, match="end token 100000 is none of the model's"):
+        _ = resolve_source(str(tmp_path)).spec
+
+
+@pytest.mark.parametrize("value", [3, "x", [1], {"a": 1}, {"x": {"content": "<e>"}}, {"5": 3}])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("tokenizer_config.json", "added_tokens_decoder"), ("tokenizer.json", "added_tokens")],
+)
+def test_added_tokens_of_another_type_are_named(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    write_model(tmp_path, tiny_config(), tokenizer=False)
+    for side in ("tokenizer_config.json", "tokenizer.json"):
+        text = {"eos_token": "<e>"} if side == "tokenizer_config.json" else {}
+        entry = {key: value} if side == name else {}
+        (tmp_path / side).write_text(json.dumps(text | entry))
+    with pytest.raises(CheckpointError, match=f"{name}.*{key}"):
+        _ = resolve_source(str(tmp_path)).spec
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_take_memory(
+    tmp_path: Path,
+) -> None:
+    write_model(tmp_path, tiny_config(), tokenizer=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000000"):
+        _ = resolve_source(str(tmp_path)).spec
+
+
 def test_added_tokens_of_the_tokenizer_config_are_found_first(tmp_path: Path) -> None:
     write_ends(tmp_path, None, None, None)
     entry = {"eos_token": "<|x|>", "added_tokens_decoder": {"5": {"content": "<|x|>"}}}

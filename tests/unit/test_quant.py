@@ -6,7 +6,8 @@ from torch import Tensor
 
 from bifolio.errors import CheckpointError
 from bifolio.formats import Number, Scaling, WeightFormat
-from bifolio.quant import decode, encode, pack_int4, to_fp8, unpack_int4
+from bifolio.kernels.paged import cast_e4m3
+from bifolio.quant import decode, encode, pack_int4, unpack_int4
 from bifolio.quant.encoding import _nearest
 
 # fmt: off
@@ -119,15 +120,15 @@ def test_fp8_cast_clamps_then_rounds_to_nearest_even() -> None:
         1.1875: 1.25,
     }  # fmt: skip
     for x, expected in cases.items():
-        assert to_fp8(torch.tensor([x, -x])).float().tolist() == [expected, -expected]
-    assert to_fp8(torch.tensor(float("nan"))).float().isnan()
+        assert cast_e4m3(torch.tensor([x, -x])).float().tolist() == [expected, -expected]
+    assert cast_e4m3(torch.tensor(float("nan"))).float().isnan()
 
 
 def test_every_fp8_number_is_kept() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     numbers = codes.view(torch.float8_e4m3fn).float()
     finite = ~numbers.isnan()
-    assert torch.equal(to_fp8(numbers[finite]).view(torch.uint8), codes[finite])
+    assert torch.equal(cast_e4m3(numbers[finite]).view(torch.uint8), codes[finite])
 
 
 @pytest.mark.parametrize("k", [1, 2, 7, 64])

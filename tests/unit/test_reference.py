@@ -15,7 +15,7 @@ from bifolio.kernels.decode import decode
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Ops
 from bifolio.kernels.paged import cast_e4m3, read, token_scales, write
 from bifolio.kernels.pointwise import rotate
-from bifolio.kernels.reference import ReferenceOps
+from bifolio.kernels.reference import ReferenceOps, round_activations
 from bifolio.kernels.tensor import QuantTensor
 from bifolio.spec import PageSpec
 
@@ -299,3 +299,13 @@ def test_embedding_and_gather_pick_rows() -> None:
     ids = torch.tensor([4, 0, 4], dtype=torch.int32)
     assert torch.equal(OPS.embedding(ids, OPS.prepare(dense(table))), table[[4, 0, 4]])
     assert torch.equal(OPS.gather(table, ids), table[[4, 0, 4]])
+
+
+def test_codes_of_activations_are_those_of_the_formula_to_the_last_bit() -> None:
+    """127 / absmax rounds once: 58.5 and what lies a little above have different codes."""
+    x = torch.randn(1 << 16, 64, generator=torch.Generator().manual_seed(0))
+    absmax = x.abs().amax(dim=1, keepdim=True).numpy()
+    inverse = np.float32(127) / absmax
+    expected = np.rint(x.numpy() * inverse) * (absmax / np.float32(127))
+    got = round_activations(x, WeightFormat.parse("int8:a8"))
+    assert np.array_equal(got.numpy(), expected)

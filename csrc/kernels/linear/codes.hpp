@@ -209,7 +209,8 @@ class E4m3ToBf16Pairs {
   }
 
  private:
-  // The lowest byte of each lane (as in float_from_e4m3).
+  // The lowest byte of each lane. Shifted up, exponent and mantissa mean value * 2^-120, subnormals
+  // too, which the processor must not flush to zero.
   static Lanes wide(IntLanes w) {
     const IntLanes magnitude = w & 0x7f;
     const IntLanes value = bits(from_bits(magnitude << 20) * 0x1p120F);

@@ -20,6 +20,7 @@ from bifolio.engine.chat_template import ChatTemplate, TemplateSource
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
 from bifolio.errors import CheckpointError, ConfigError
+from bifolio.spec.fields import Fields
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -104,19 +105,27 @@ def _text(token: Any) -> str | None:
 def _add_declared(backend: Backend, settings: dict[str, Any]) -> None:
     """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks, in the order of ids."""
     known = backend.get_added_tokens_decoder()
-    declared: dict[str, Any] = settings.get("added_tokens_decoder") or {}
-    for key, token in sorted(declared.items(), key=lambda item: int(item[0])):
+    declared = Fields(settings, "tokenizer_config.json").part("added_tokens_decoder")
+    keys = declared.keys()
+    for key in keys:
+        if not key.isdecimal():
+            raise CheckpointError(
+                f"tokenizer_config.json: added_tokens_decoder: {key!r} is no token id"
+            )
+    for key in sorted(keys, key=int):
         if int(key) in known:
             continue
+        token = declared.part(key)
+        text = token.text("content")
         flags = {
-            flag: bool(token.get(flag, False))
+            flag: token.flag(flag, False)
             for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
-        backend.add_tokens([AddedToken(token["content"], **flags)])
-        if backend.token_to_id(token["content"]) != int(key):
+        backend.add_tokens([AddedToken(text, **flags)])
+        if backend.token_to_id(text) != int(key):
             raise CheckpointError(
-                f"tokenizer_config.json gives {token['content']!r} the id {key}, but it is "
-                f"{backend.token_to_id(token['content'])} in tokenizer.json"
+                f"tokenizer_config.json gives {text!r} the id {key}, but it is "
+                f"{backend.token_to_id(text)} in tokenizer.json"
             )
 
 
@@ -155,11 +164,9 @@ def _template_in_folder(folder: Path) -> TemplateSource | None:
 
 
 def _template_in_gguf(metadata: Mapping[str, Any]) -> TemplateSource | None:
-    key = "tokenizer.chat_template"
-    if key not in metadata:
+    fields, key = Fields(metadata, "the GGUF file"), "tokenizer.chat_template"
+    if key not in fields:
         return None
-    texts = {"default": metadata[key]}
-    for name in metadata.get("tokenizer.chat_templates", ()):
-        if f"{key}.{name}" in metadata:
-            texts[name] = metadata[f"{key}.{name}"]
-    return TemplateSource(texts, "the GGUF file")
+    names = fields.texts(f"{key}s") if f"{key}s" in fields else []
+    texts = {name: fields.text(f"{key}.{name}") for name in names if f"{key}.{name}" in fields}
+    return TemplateSource({"default": fields.text(key)} | texts, "the GGUF file")

@@ -8,7 +8,7 @@ holds scores, from which the order of merges follows).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.spec.fields import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -53,57 +54,59 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     CheckpointError names a key that is missing or has the wrong length; UnsupportedError a kind
     or a splitting rule that we do not know.
     """
-    fields = _Fields(metadata)
-    tokens: list[str] = fields.need("tokens")
-    kind: str = fields.need("model")
+    fields = Fields(metadata, "the GGUF file")
+    tokens = fields.texts(_key("tokens"))
+    kind = fields.text(_key("model"))
+    ids = {name: _named_id(fields, key, tokens) for name, key in _NAMED_KEYS.items()}
     match kind:
         case "gpt2":
             backend, add_bos = _byte_level_bpe(fields, tokens)
         case "llama":
-            backend, add_bos = _sentencepiece_bpe(fields, tokens), True
+            backend, add_bos = _sentencepiece_bpe(fields, tokens, ids["unk_token"]), True
         case _:
             raise UnsupportedError(
                 f"tokenizer.ggml.model {kind!r} is not supported; 'gpt2' and 'llama' are. "
                 "Use the model's safetensors checkpoint with its tokenizer.json"
             )
-    _add_tokens(backend, tokens, fields.get("token_type", [TokenType.NORMAL] * len(tokens)))
-    ids = {name: fields.get(key) for name, key in _NAMED_KEYS.items()}
-    named = {name: tokens[i] for name, i in ids.items() if i is not None}
+    _add_tokens(backend, tokens, fields)
     bos, eos = ids["bos_token"], ids["eos_token"]
     return Tokenizer(
         backend,
-        named=named,
-        stop_ids=[i for key in _STOP_KEYS if (i := fields.get(key)) is not None],
-        prefix=[bos] if bos is not None and fields.get("add_bos_token", add_bos) else [],
-        suffix=[eos] if eos is not None and fields.get("add_eos_token", False) else [],
+        named={name: tokens[i] for name, i in ids.items() if i is not None},
+        stop_ids=[i for key in _STOP_KEYS for i in _ids(fields, key, tokens)],
+        prefix=[bos] if bos is not None and fields.flag(_key("add_bos_token"), add_bos) else [],
+        suffix=[eos] if eos is not None and fields.flag(_key("add_eos_token"), False) else [],
     )
 
 
-class _Fields:
-    """The keys below `tokenizer.ggml.`."""
-
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._metadata = metadata
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{key}", default)
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{key}")
-        return value
+def _key(name: str) -> str:
+    return f"tokenizer.ggml.{name}"
 
 
-def _byte_level_bpe(fields: _Fields, tokens: list[str]) -> tuple[Backend, bool]:
+def _ids(fields: Fields, key: str, tokens: Sequence[str]) -> tuple[int, ...]:
+    """Token ids; CheckpointError if one of them is none of the tokens."""
+    ids = fields.ids(_key(key))
+    for i in ids:
+        if i >= len(tokens):
+            raise CheckpointError(
+                f"the GGUF file: {_key(key)} is {i}, but it has {len(tokens)} tokens"
+            )
+    return ids
+
+
+def _named_id(fields: Fields, key: str, tokens: Sequence[str]) -> int | None:
+    return next(iter(_ids(fields, key, tokens)), None)
+
+
+def _byte_level_bpe(fields: Fields, tokens: list[str]) -> tuple[Backend, bool]:
     """The tokenizer, and whether its kind starts a prompt with BOS when the file does not say."""
-    rule = fields.get("pre")
+    rule = fields.text(_key("pre"), "default")
     words: pre_tokenizers.PreTokenizer
     normalizer = None
     is_llama3 = False
     match rule:
-        case None | "default" | "gpt-2" | "gpt2":
-            if rule in (None, "default"):
+        case "default" | "gpt-2" | "gpt2":
+            if rule == "default":
                 logger.warning("the GGUF file names no splitting rule for text; taking GPT-2's")
             words = pre_tokenizers.ByteLevel(add_prefix_space=False)
         case "smollm" | "starcoder" | "refact" | "command-r" | "codeshell":
@@ -122,8 +125,8 @@ def _byte_level_bpe(fields: _Fields, tokens: list[str]) -> tuple[Backend, bool]:
                 f"tokenizer.ggml.pre {rule!r} is not supported; gpt-2, smollm, llama-bpe, qwen2 "
                 "and their aliases are. Use the model's safetensors checkpoint"
             )
-    merges = [_pair(merge) for merge in fields.need("merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [_pair(merge, vocab) for merge in fields.texts(_key("merges"))]
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -141,16 +144,19 @@ def _split_words(pattern: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
-def _pair(merge: str) -> tuple[str, str]:
+def _pair(merge: str, vocab: Collection[str]) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right):
         raise CheckpointError(f"tokenizer.ggml.merges: {merge!r} is not a pair")
+    for part in (left, right, left + right):
+        if part not in vocab:
+            raise CheckpointError(f"tokenizer.ggml.merges: {part!r} of {merge!r} is no token")
     return left, right
 
 
-def _sentencepiece_bpe(fields: _Fields, tokens: list[str]) -> Backend:
+def _sentencepiece_bpe(fields: Fields, tokens: list[str], unknown: int | None) -> Backend:
     """SentencePiece merges the neighbours whose union scores highest; so merges rank by score."""
-    scores: list[float] = fields.need("scores")
+    scores = fields.numbers(_key("scores"))
     if len(scores) != len(tokens):
         raise CheckpointError(
             f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
@@ -163,7 +169,6 @@ def _sentencepiece_bpe(fields: _Fields, tokens: list[str]) -> Backend:
             if pair[0] in vocab and pair[1] in vocab:
                 ranked.append((-scores[i], i, pair))
     ranked.sort()
-    unknown = fields.get("unknown_token_id")
     backend = Backend(
         models.BPE(
             vocab=vocab,
@@ -173,7 +178,7 @@ def _sentencepiece_bpe(fields: _Fields, tokens: list[str]) -> Backend:
             byte_fallback=True,
         )
     )
-    prefixed = fields.get("add_space_prefix", True)
+    prefixed = fields.flag(_key("add_space_prefix"), True)
     prepend: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefixed else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -183,7 +188,10 @@ def _sentencepiece_bpe(fields: _Fields, tokens: list[str]) -> Backend:
     return backend
 
 
-def _add_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:
+def _add_tokens(backend: Backend, tokens: list[str], fields: Fields) -> None:
+    if _key("token_type") not in fields:
+        return
+    types = fields.numbers(_key("token_type"))
     if len(types) != len(tokens):
         raise CheckpointError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"

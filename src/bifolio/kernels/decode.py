@@ -15,7 +15,8 @@ _INT4_ZERO = 8
 def decode(weight: QuantTensor) -> Tensor:
     """The matrix of a QuantTensor, columns in the order of the inputs: float32 [n, k].
 
-    Each value is exact to one float32 rounding; with zero points or without offsets it is exact.
+    Each value is exact to one float32 rounding; integers are exact, but for those with offsets
+    that are no zero points.
     """
     values = _in_own_order(weight)
     if weight.order_k is None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from bifolio.errors import UnsupportedError
+from bifolio.errors import ConfigError, UnsupportedError
 from bifolio.kernels.arena import Arena
 from bifolio.kernels.memory import Region
 from bifolio.kernels.native_attention import AttentionOps
@@ -73,10 +73,17 @@ class NativeOps(
     def __init__(self, threads: int = 0, isa: str | None = None) -> None:
         native = _load()
         chosen = isa or os.environ.get(ISA_VARIABLE) or "auto"
+        if threads < 0:
+            raise ConfigError(f"threads={threads} must be at least 0 (all processors)")
+        threads = threads or len(os.sched_getaffinity(0))
         try:
-            self._runtime = native.Runtime(threads or len(os.sched_getaffinity(0)), chosen)
+            self._runtime = native.Runtime(threads, chosen)
         except ValueError as error:
             raise UnsupportedError(f"{error} (option isa or {ISA_VARIABLE})") from error
+        except RuntimeError as error:  # the system's limit of tasks or of memory
+            raise ConfigError(
+                f"cannot start {threads} threads: {error}; choose fewer (option threads)"
+            ) from error
         self._arena = Arena()
         self._region = Region()
 

@@ -138,7 +138,9 @@ def round_activations(x_tk: Tensor, fmt: WeightFormat) -> Tensor:
         padded = torch.nn.functional.pad(x_tk, (0, -k % group))
         parts = padded.reshape(*padded.shape[:-1], -1, group)
         absmax = parts.abs().amax(dim=-1, keepdim=True)
-        inverse = torch.where(absmax < _LEAST_ABSMAX, 0.0, _INT8_MAX / absmax)
+        # A number over a tensor would be its reciprocal times the number, which rounds twice.
+        inverse = torch.full_like(absmax, _INT8_MAX) / absmax
+        inverse = torch.where(absmax < _LEAST_ABSMAX, 0.0, inverse)
         rounded = torch.round(parts * inverse) * (absmax / _INT8_MAX)
         return rounded.flatten(-2)[..., :k]
     if fmt.number is Number.FP32:

@@ -35,6 +35,11 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     fields.refuse_unless(f"{family}.attention.value_length", (head_dim,), "key_length differs")
     fields.refuse_unless(f"{family}.rope.dimension_count", (head_dim,), "the whole head rotates")
     layers, first = fields.integer(f"{family}.block_count"), "blk.0"
+    if layers > len(file.tensors):
+        raise CheckpointError(
+            f"{file.path.name}: {family}.block_count is {layers}, but the file holds "
+            f"{len(file.tensors)} tensors"
+        )
     spec = ModelSpec(
         architecture=family,
         hidden=hidden,

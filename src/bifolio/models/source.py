@@ -19,6 +19,7 @@ from bifolio.models.gguf_spec import gguf_spec
 from bifolio.models.progress import Report, hub_bar, silent
 from bifolio.spec import ModelSpec
 from bifolio.spec.config_json import read_config
+from bifolio.spec.fields import Fields
 
 ORIGIN = "bifolio_origin"
 """Key of config.json with the identity of the checkpoint that this one was made from."""
@@ -75,9 +76,17 @@ class ModelSource:
         CheckpointError and UnsupportedError name file and key.
         """
         if self.is_gguf:
-            return gguf_spec(self.gguf)
-        spec = read_config(self.config, self.generation_config)
-        return replace(spec, stop_ids=tuple(dict.fromkeys((*spec.stop_ids, *self._end_token))))
+            spec = gguf_spec(self.gguf)
+        else:
+            spec = read_config(self.config, self.generation_config)
+            spec = replace(spec, stop_ids=tuple(dict.fromkeys((*spec.stop_ids, *self._end_token))))
+        for token in spec.stop_ids:
+            if token >= spec.vocab:
+                raise CheckpointError(
+                    f"{self.path}: end token {token} is none of the model's {spec.vocab} tokens; "
+                    "correct eos_token_id, or what else names it"
+                )
+        return spec
 
     @property
     def _end_token(self) -> tuple[int, ...]:
@@ -86,12 +95,19 @@ class ModelSource:
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str):
             return ()
-        declared = self.tokenizer_config.get("added_tokens_decoder") or {}
-        for key, entry in declared.items():
-            if entry.get("content") == text:
+        path = self.path / "tokenizer_config.json"
+        declared = Fields(self.tokenizer_config, str(path)).part("added_tokens_decoder")
+        keys = declared.keys()
+        for key in keys:
+            if declared.part(key).text("content", "") == text:
+                if not key.isdecimal():
+                    raise CheckpointError(f"{path}: added_tokens_decoder: {key!r} is no token id")
                 return (int(key),)
-        added = _read_object(self.path / "tokenizer.json").get("added_tokens") or []
-        return tuple(entry["id"] for entry in added if entry.get("content") == text)
+        path = self.path / "tokenizer.json"
+        added = Fields(_read_object(path), str(path)).parts("added_tokens")
+        return tuple(
+            entry.integer("id", low=0) for entry in added if entry.text("content", "") == text
+        )
 
 
 def resolve_source(name: str, report: Report = silent) -> ModelSource:

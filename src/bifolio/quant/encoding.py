@@ -4,7 +4,7 @@ int8     scale = absmax / 127, codes -127 … 127
 int4     symmetric, codes -8 … 7: of the scales absmax / 7 and m / -8 (m: the number of greatest
          magnitude, with its sign) each group takes the one of less squared error
 int4 z   scale = (max - min) / 15, offset = min, codes 0 … 15
-fp8      scale = absmax / 448, codes by `to_fp8`
+fp8      scale = absmax / 448, codes by `cast_e4m3`
 bf16     nearest, ties to even
 
 A scale of integers is rounded to its fp16 first, and codes are nearest under the rounded scale,
@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from bifolio.errors import CheckpointError
 from bifolio.formats import E4M3_MAX, FP8_BLOCK, Number, Scaling, WeightFormat
+from bifolio.kernels.paged import cast_e4m3
 from bifolio.kernels.tensor import QuantTensor
 
 _CHUNK_NUMBERS = (1 << 15) - 1
@@ -61,11 +62,6 @@ def encode(weight_nk: Tensor, fmt: WeightFormat) -> QuantTensor:
     return QuantTensor(fmt, n, k, codes, scales if tensor_scale is None else tensor_scale, offsets)
 
 
-def to_fp8(x: Tensor) -> Tensor:
-    """Round to float8 e4m3fn: clamp to ±448, nearest, ties to even; NaN stays NaN."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
 def pack_int4(codes_nk: Tensor) -> Tensor:
     """Codes 0 … 15, uint8 [n, k], as uint8 [n, ceil(k / 2)]: the even k in the low nibble."""
     even = pad(codes_nk, (0, codes_nk.shape[1] % 2))
@@ -93,14 +89,14 @@ def _encode_rows(w: Tensor, fmt: WeightFormat, tensor_scale: Tensor | None) -> _
 def _encode_fp8(w: Tensor, fmt: WeightFormat, tensor_scale: Tensor | None) -> _Parts:
     n, k = w.shape
     if tensor_scale is not None:
-        return to_fp8(w / tensor_scale), None, None
+        return cast_e4m3(w / tensor_scale), None, None
     if fmt.scaling is Scaling.CHANNEL:
         scales = _scale(w.abs().amax(dim=-1), E4M3_MAX)
-        return to_fp8(w / scales[:, None]), scales, None
+        return cast_e4m3(w / scales[:, None]), scales, None
     blocks = pad(w, (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
     blocks = blocks.view(-(-n // FP8_BLOCK), FP8_BLOCK, -(-k // FP8_BLOCK), FP8_BLOCK)
     scales = _scale(blocks.abs().amax(dim=(1, 3)), E4M3_MAX)
-    codes = to_fp8(blocks / scales[:, None, :, None])
+    codes = cast_e4m3(blocks / scales[:, None, :, None])
     return codes.reshape(-1, blocks.shape[2] * FP8_BLOCK)[:n, :k].contiguous(), scales, None
 
 

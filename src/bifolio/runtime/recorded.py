@@ -11,6 +11,9 @@ from torch import Tensor
 
 from bifolio.kernels.ops import Batch, LayerCache
 
+_MOST_LOGITS_BYTES = 256 << 20
+"""All batches of up to 64 rows of a vocabulary of 152 k would keep 1.3 GB."""
+
 
 class Model(Protocol):
     """A decoder: logits float32 [l, vocab] of `batch.logits_index_l`."""
@@ -41,13 +44,21 @@ class RecordedModel:
     """Wraps a model so that a decode step costs one native call, whatever its number of layers.
 
     Only passes of one token per row are recorded: their shapes come again. Each recording belongs
-    to the very buffers of its batch, and the least recently used of `capacity` is dropped.
+    to the very buffers of its batch, and the least recently used are dropped: of more than
+    `capacity`, or if the logits, which each keeps a place for, take more than `most_bytes`.
     """
 
-    def __init__(self, model: Model, recorder: Recorder, capacity: int = 64) -> None:
+    def __init__(
+        self,
+        model: Model,
+        recorder: Recorder,
+        capacity: int = 64,
+        most_bytes: int = _MOST_LOGITS_BYTES,
+    ) -> None:
         self._model = model
         self._recorder = recorder
         self._capacity = capacity
+        self._most_bytes = most_bytes
         self._recordings: OrderedDict[int, _Recording] = OrderedDict()
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
@@ -62,6 +73,11 @@ class RecordedModel:
         with self._recorder.record() as tape:
             logits = self._model.forward(batch, caches)
         self._recordings[rows] = _Recording(tape, batch, logits)
-        if len(self._recordings) > self._capacity:
+        self._recordings.move_to_end(rows)
+        while len(self._recordings) > self._capacity or self._held_too_much():
             self._recordings.popitem(last=False)
         return logits
+
+    def _held_too_much(self) -> bool:
+        held = sum(recording.logits_lv.nbytes for recording in self._recordings.values())
+        return held > self._most_bytes and len(self._recordings) > 1

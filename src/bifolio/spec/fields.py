@@ -8,6 +8,12 @@ from typing import Any
 
 from bifolio.errors import CheckpointError, UnsupportedError
 
+MOST_LAYERS = 10_000
+"""Beyond any model; a damaged number must not take memory before it is compared with tensors."""
+
+_MOST_SHOWN = 120
+"""Characters of a value in an error: a vocabulary may stand where a number belongs."""
+
 
 class Fields:
     """A mapping of JSON-like values from `where` (a file, or a part of one).
@@ -27,12 +33,16 @@ class Fields:
         """Keys that are present and not null."""
         return [key for key, value in self._values.items() if value is not None]
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """An integer of at least `low`. True and 3.0 are not integers."""
+    def integer(
+        self, key: str, default: int | None = None, *, low: int = 1, high: int | None = None
+    ) -> int:
+        """An integer of at least `low` and at most `high`. True and 3.0 are not integers."""
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise self._wrong(key, value, f"an integer of at least {low}")
-        return value
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or value < low or (high is not None and value > high):
+            most = "" if high is None else f" and at most {high}"
+            raise self._wrong(key, value, f"an integer of at least {low}{most}")
+        return int(value)
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
         """A finite number greater than `above`."""
@@ -64,6 +74,15 @@ class Fields:
             raise self._wrong(key, value, "a list of texts")
         return value
 
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, whole ones among them."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(
+            isinstance(item, int | float) and not isinstance(item, bool) for item in value
+        ):
+            raise self._wrong(key, value, "a list of numbers")
+        return value
+
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids given as one integer or as a list; empty where the key is absent."""
         value = self._values.get(key)
@@ -80,6 +99,13 @@ class Fields:
         if not isinstance(value, Mapping):
             raise self._wrong(key, value, "an object")
         return Fields(value, f"{self._where}: {key}")
+
+    def parts(self, key: str) -> list[Fields]:
+        """The objects of the list under `key`, none where it is absent."""
+        value = self._values.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise self._wrong(key, value, "a list of objects")
+        return [Fields(item, f"{self._where}: {key}") for item in value]
 
     def refuse_unless(self, key: str, harmless: Collection[Any], why: str) -> None:
         """UnsupportedError if the key is present with a value other than the harmless ones."""
@@ -104,4 +130,7 @@ class Fields:
         return default
 
     def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {key} is {value!r}, not {wanted}")
+        shown = repr(value)
+        if len(shown) > _MOST_SHOWN:
+            shown = f"{shown[:_MOST_SHOWN]}…"
+        return CheckpointError(f"{self._where}: {key} is {shown}, not {wanted}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.spec.fields import Fields
+from bifolio.spec.fields import MOST_LAYERS, Fields
 from bifolio.spec.model import ModelSpec, RopeSpec
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -68,7 +68,7 @@ def read_spec(
     spec = ModelSpec(
         architecture=family,
         hidden=hidden,
-        layers=fields.integer("num_hidden_layers"),
+        layers=fields.integer("num_hidden_layers", high=MOST_LAYERS),
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", heads),
         head_dim=head_dim,
@@ -164,7 +164,7 @@ def _windows(fields: Fields, family: str) -> tuple[int | None, ...]:
     In Qwen, `sliding_window` counts only with `use_sliding_window`, and without `layer_types` for
     the layers from `max_window_layers` on.
     """
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
     used = family == "llama" or fields.flag("use_sliding_window", False)
     window = fields.integer("sliding_window") if used and "sliding_window" in fields else None
     if family != "llama" and used and window is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.spec.blocks import IndexerSpec, MLASpec, MoESpec, RouterSpec, Scoring
-from bifolio.spec.fields import Fields
+from bifolio.spec.fields import MOST_LAYERS, Fields
 from bifolio.spec.hf import read_rope
 from bifolio.spec.model import ModelSpec
 
@@ -78,7 +78,10 @@ def read_mla_spec(
     refused = _NOT_COMPUTED | (_BY_SOFTMAX if second else _BY_SIGMOID)
     for key, (harmless, why) in refused.items():
         fields.refuse_unless(key, harmless, why)
-    heads, layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
+    heads, layers = (
+        fields.integer("num_attention_heads"),
+        fields.integer("num_hidden_layers", high=MOST_LAYERS),
+    )
     fields.refuse_unless("num_key_value_heads", (heads,), "the latent is shared by all heads")
     max_position = fields.integer("max_position_embeddings", defaults["max_position_embeddings"])
     mla = _mla(fields, config, defaults, sparse)
