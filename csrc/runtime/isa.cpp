@@ -27,9 +27,9 @@ std::vector<Isa> supported_isas() {
                     __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
   if (avx2) found.push_back(Isa::avx2);
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512bf16")) {
+      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
     found.push_back(Isa::avx512);
   }
 #endif

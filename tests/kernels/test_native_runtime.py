@@ -3,7 +3,9 @@
 import gc
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -63,6 +65,30 @@ def test_calls_outside_a_recording_are_not_recorded() -> None:
         ops.gather(x, index)
     ops.gather(x, index)
     assert len(tape) == 1
+
+
+def test_a_second_thread_is_refused_while_the_first_computes() -> None:
+    ops, index = NativeOps(2), torch.zeros(1, dtype=torch.int32)
+    done, sink = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
+
+    def compute() -> None:
+        while not done.item():
+            with suppress(RuntimeError):  # it may be the second one itself
+                ops._runtime.peak_probe(
+                    product=0, repeats=100_000, operations=done.data_ptr(), sink=sink.data_ptr()
+                )
+
+    first, refusals = threading.Thread(target=compute), []
+    first.start()
+    while first.is_alive():
+        try:
+            ops.gather(rows(0), index)
+        except RuntimeError as error:
+            refusals.append(str(error))
+            time.sleep(0.01)
+    assert refusals
+    assert "second thread" in refusals[0]
+    assert torch.equal(ops.gather(rows(0), index), rows(0)[:1])
 
 
 def test_an_unknown_instruction_set_is_refused_with_the_choices() -> None:
