@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -150,7 +152,13 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
     merged |= {key: value for key, value in options.items() if value is not None}
-    plan = PrecisionPlan.parse(*(_text(merged, key) for key in ("plan", "prefill", "decode")))
+    _check_keys(merged, _KEYS)
+    if not merged.get("model"):
+        raise ConfigError(
+            "no model given; name one on the command line (`bifolio serve smollm2-135m`) or in the "
+            'configuration file (model = "smollm2-135m")'
+        )
+    plan = PrecisionPlan.parse(*(_text(merged, key) for key in _PHASE_KEYS))
     engine = {key: merged.pop(key) for key in list(merged) if key in EngineConfig.model_fields}
     pools = {key: merged.pop(key) for key in _POOL_KEYS if key in merged}
     try:
@@ -164,6 +172,24 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
 
 
 _POOL_KEYS = ("pools", "transport", "on_worker_loss", "tls")
+_PHASE_KEYS = ("plan", "prefill", "decode")
+_KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_PHASE_KEYS}
+_KEYS -= {"engine"}
+
+
+def _check_keys(given: Collection[str], known: Collection[str]) -> None:
+    """ConfigError names unknown keys, with the ones that may be meant or all that there are."""
+    wrong = [key for key in given if key not in known]
+    if not wrong:
+        return
+    near = {key: difflib.get_close_matches(key, sorted(known), 1) for key in wrong}
+    named = [
+        f"{key!r} (did you mean {near[key][0]!r}?)" if near[key] else repr(key) for key in wrong
+    ]
+    text = f"unknown configuration {'key' if len(wrong) == 1 else 'keys'} {', '.join(named)}"
+    if not all(near.values()):
+        text += f"; known keys: {', '.join(sorted(known))}"
+    raise ConfigError(text)
 
 
 def _two_pools(
@@ -199,19 +225,17 @@ def _text(merged: dict[str, Any], key: str) -> str | None:
 
 
 def _explain(error: ValidationError) -> str:
-    fields = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS}
-    known = sorted(fields - {"engine"})
+    """What is wrong with each value. Whole tables and secret keys are not shown."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown configuration key {key!r}; known keys: {', '.join(known)}")
+            lines.append(f"unknown configuration key {key!r}; leave it out")
         elif item["type"] == "value_error" and isinstance(item["input"], dict):
             # It is about several keys at once, and names them.
             lines.append(item["msg"].removeprefix("Value error, "))
+        elif item["type"] == "missing" or {"api_keys", "admin_key"} & set(item["loc"]):
+            lines.append(f"{key}: {item['msg']}")
         else:
-            got = (
-                "" if {"api_keys", "admin_key"} & set(item["loc"]) else f" (got {item['input']!r})"
-            )  # they are secret
-            lines.append(f"{key}: {item['msg']}{got}")
+            lines.append(f"{key}: {item['msg']} (got {item['input']!r})")
     return "; ".join(lines)

@@ -56,8 +56,12 @@ def test_options_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"model": "m", "prot": 1}, r"unknown configuration key 'prot'; known keys: .*port"),
-        ({}, r"model: Field required"),
+        (
+            {"model": "m", "zzz": 1},
+            r"unknown configuration key 'zzz'; known keys: .*decode, .*prefill",
+        ),
+        ({}, r"no model given.*bifolio serve smollm2-135m.*model = "),
+        ({"model": ""}, r"no model given"),
         ({"model": "m", "port": 70_000}, r"port: .*65535.*got 70000"),
         ({"model": "m", "port": "web"}, r"port: .*integer.*got 'web'"),
         ({"model": "m", "max_num_seqs": 0}, r"max_num_seqs: .*greater than or equal to 1"),
@@ -74,6 +78,26 @@ def test_what_cannot_work_is_refused_by_key_and_value(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve(options)
+
+
+def test_a_wrong_key_is_named_before_a_missing_model_and_without_our_own_objects() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"thread": 2})
+    assert str(caught.value) == "unknown configuration key 'thread' (did you mean 'threads'?)"
+
+
+def test_several_wrong_keys_are_one_line_with_one_list() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"model": "m", "prot": 1, "zzz": 2, "api-key": "s"})
+    text = str(caught.value)
+    assert text.startswith("unknown configuration keys 'prot' (did you mean 'port'?), 'zzz', ")
+    assert text.count("known keys:") == 1
+
+
+def test_a_table_that_lacks_something_is_not_shown() -> None:
+    tls = {"cert": "/private/cert.pem", "key": "/private/key.pem"}
+    with pytest.raises(ConfigError, match=r"^tls\.ca: Field required$"):
+        resolve({"model": "m", "pools": "1p1d", "transport": "tcp", "tls": tls})
 
 
 @pytest.mark.parametrize("keys", ["a-secret", ["a-secret", 5], {"a-secret": 5}])

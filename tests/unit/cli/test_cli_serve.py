@@ -139,7 +139,7 @@ def test_the_command_line_wins_over_the_file(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "no model given; try `bifolio serve smollm2-135m`"),
+        ([], "no model given; name one on the command line (`bifolio serve smollm2-135m`)"),
         (["m", "--plan", "int3/bf16"], "unknown weight format 'int3'"),
         (["m", "--prefill", "bf16/bf16", "--decode", "bf16/fp8"], "cannot differ"),
         (["m", "--cache-memory", "much"], "cannot read 'much' as a size"),
