@@ -151,7 +151,8 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
             merged = tomllib.loads(file.read_text())
         except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
-    merged |= {key: value for key, value in options.items() if value is not None}
+    given = {key: value for key, value in options.items() if value is not None}
+    merged = _with_api_keys(merged) | _with_api_keys(given)
     _check_keys(merged, _KEYS)
     if not merged.get("model"):
         raise ConfigError(
@@ -175,6 +176,17 @@ _POOL_KEYS = ("pools", "transport", "on_worker_loss", "tls")
 _PHASE_KEYS = ("plan", "prefill", "decode")
 _KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_PHASE_KEYS}
 _KEYS -= {"engine"}
+
+
+def _with_api_keys(given: dict[str, Any]) -> dict[str, Any]:
+    """`api_key`, which is how the option is called, as the list that it stands for."""
+    if "api_key" not in given:
+        return given
+    if "api_keys" in given:
+        raise ConfigError('api_key and api_keys: give one of them, such as api_keys = ["…", "…"]')
+    key = given["api_key"]
+    rest = {name: value for name, value in given.items() if name != "api_key"}
+    return rest | {"api_keys": [key] if isinstance(key, str) else key}
 
 
 def _check_keys(given: Collection[str], known: Collection[str]) -> None:

@@ -100,6 +100,21 @@ def test_a_table_that_lacks_something_is_not_shown() -> None:
         resolve({"model": "m", "pools": "1p1d", "transport": "tcp", "tls": tls})
 
 
+def test_a_key_of_the_api_has_the_name_of_its_option_too(tmp_path: Path) -> None:
+    file = tmp_path / "bifolio.toml"
+    file.write_text('model = "m"\napi_key = "a"\n')
+    assert resolve({}, file).api_keys == ("a",)
+    assert resolve({"api_keys": ("b",)}, file).api_keys == ("b",)
+    with pytest.raises(ConfigError, match="api_key and api_keys: give one of them"):
+        resolve({"model": "m", "api_key": "a-secret", "api_keys": ["b"]})
+
+
+def test_a_single_key_that_is_no_text_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="api_keys") as caught:
+        resolve({"model": "m", "api_key": {"a-secret": 5}})
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("keys", ["a-secret", ["a-secret", 5], {"a-secret": 5}])
 def test_an_error_does_not_show_the_keys(keys: object) -> None:
     with pytest.raises(ConfigError, match="api_keys") as caught:
