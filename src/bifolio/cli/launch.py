@@ -20,7 +20,7 @@ import structlog
 import uvloop
 from rich.console import Console
 
-from bifolio.cli.listen import bind, is_local, refused, url_of
+from bifolio.cli.listen import bind, is_local, listen, refused, url_of
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig
@@ -170,6 +170,7 @@ class _Run:
         if not isinstance(engine, AsyncEngine):
             _replace_on_hangup(engine, self._on_hangup)
         try:
+            listen(self._sock)
             await server.serve([self._sock])
         except OSError as error:
             raise refused(self._config.host, self._config.port, error) from error
