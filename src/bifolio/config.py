@@ -41,7 +41,16 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if not isinstance(text, str) or not match or match[2].lower() not in _UNITS:
         raise ConfigError(f"cannot read {text!r} as a size; write 256MiB, 2GB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return round(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def size_text(count: int) -> str:
+    """A number of bytes as users write it: what `parse_bytes` reads as the same number."""
+    for unit in ("TiB", "GiB", "TB", "GB", "MiB", "MB", "KiB", "kB"):
+        size = _UNITS[unit.lower()]
+        if count >= size and count * 100 % size == 0:
+            return f"{count / size:.2f}".rstrip("0").rstrip(".") + unit
+    return str(count)
 
 
 class _Frozen(BaseModel):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bifolio.config import EngineConfig, parse_bytes, resolve
+from bifolio.config import EngineConfig, parse_bytes, resolve, size_text
 from bifolio.errors import ConfigError
 from bifolio.formats import PrecisionPlan
 
@@ -22,6 +22,7 @@ from bifolio.formats import PrecisionPlan
         ("1.5g", 3 * 2**29),
         ("64k", 64 * 2**10),
         ("10 kb", 10_000),
+        ("2.01GB", 2_010_000_000),
         ("0", 0),
         ("4096", 4096),
         (4096, 4096),
@@ -29,6 +30,19 @@ from bifolio.formats import PrecisionPlan
 )
 def test_sizes_are_read_with_their_units(text: str | int, number: int) -> None:
     assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1GiB", "1.5GiB", "64MiB", "5000MiB", "900GiB", "2TB", "2GB", "500MB", "16KiB", "100kB", "9"],
+)
+def test_sizes_are_written_as_they_were_read(text: str) -> None:
+    assert size_text(parse_bytes(text)) == text
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 46592, 10**9 + 1, 2**40 - 1, 3 * 2**28, 5 * 10**10])
+def test_what_is_written_of_a_size_is_read_as_the_same_size(count: int) -> None:
+    assert parse_bytes(size_text(count)) == count
 
 
 @pytest.mark.parametrize(
