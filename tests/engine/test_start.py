@@ -53,3 +53,10 @@ def test_sizes_are_told_as_users_write_them(folder: Path) -> None:
         start(folder, cache_memory=1024)
     with pytest.raises(ConfigError, match="that --cache-memory 64KiB holds"):
         start(folder, cache_memory=2**16, max_model_len=start(folder).max_model_len)
+
+
+def test_an_engine_says_what_cache_the_whole_context_of_its_model_takes(folder: Path) -> None:
+    small = start(folder, cache_memory=2**16).hello()
+    assert small.max_model_len < small.model_positions
+    whole = start(folder, cache_memory=small.model_bytes).hello()
+    assert whole.max_model_len == whole.model_positions == small.model_positions

@@ -23,7 +23,7 @@ from rich.console import Console
 from bifolio.cli.listen import bind, is_local, listen, refused, url_of
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
-from bifolio.config import ServerConfig
+from bifolio.config import ServerConfig, size_text
 from bifolio.engine import logs
 from bifolio.engine.client import AsyncEngine
 from bifolio.engine.messages import Loading
@@ -189,6 +189,14 @@ class _Run:
             show(summary, self._screen)
         else:
             log.info("ready", **summary.as_dict())
+        if summary.shortened_from:
+            log.warning(
+                "the cache is too small for the longest context that the model knows",
+                max_model_len=summary.max_model_len,
+                model=summary.shortened_from,
+                cure=f"give --cache-memory {size_text(summary.cache_bytes_for_all)}, or "
+                f"--max-model-len {summary.max_model_len} if that is enough",
+            )
         if not self._config.engine.integrity:
             log.warning("cache pages are not checked", cure="leave --no-integrity out")
         if not self._config.api_keys and not is_local(self._sock):

@@ -187,6 +187,8 @@ class Engine:
             experts=self._experts_text(),
             kernels=str(self.kernels),
             boot_epoch=self._page_pool.epoch,
+            model_positions=self.spec.max_position,
+            model_bytes=_memory_for(self.pool.spec, self.spec.max_position),
         )
 
     @property
