@@ -20,7 +20,9 @@ import structlog
 import uvloop
 from rich.console import Console
 
+from bifolio.cli.fit import check_fit
 from bifolio.cli.listen import bind, is_local, listen, refused, url_of
+from bifolio.cli.machine import read_limits
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig, size_text
@@ -59,6 +61,8 @@ def launch(
     if until_stdin_closes:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     with bind(config.host, config.port) as sock:
+        if client is None:  # another one may place its engines on other machines
+            check_fit(config, read_limits())
         with _reporter(screen) as report:
             source = resolve_source(config.engine.model, report)
         run = _Run(_localized(config, source), source, sock, screen, began, client or client_of)

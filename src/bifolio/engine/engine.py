@@ -12,7 +12,7 @@ from bifolio.core import CacheManager, Limits, PageFault, PagePool, Scheduler, S
 from bifolio.engine.messages import EngineStats, HandoffStats, Hello
 from bifolio.engine.peers import Peers
 from bifolio.engine.scrub import Scrubber
-from bifolio.errors import ConfigError, RequestError
+from bifolio.errors import ConfigError, RequestError, cause_of
 from bifolio.formats import Phase
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.choose import KernelSet, choose
@@ -271,8 +271,8 @@ def _pool(page: PageSpec, pages: int, scales: CacheScales | None) -> KVPool:
         return KVPool(page, pages, scales if page.cache.static_scales else None)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"the system gives no {pages * page.page_bytes} bytes for the cache ({error}); "
-            "ask for less cache_memory"
+            f"the system gives no {size_text(pages * page.page_bytes)} for the cache "
+            f"({cause_of(error)}); ask for less with --cache-memory"
         ) from error
 
 
