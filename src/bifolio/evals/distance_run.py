@@ -16,6 +16,7 @@ from bifolio.evals.results import side
 from bifolio.evals.session import BuildSubject
 from bifolio.evals.subject import Setup, Subject, Texts, digest_ids
 from bifolio.evals.tasks.local import read_rows
+from bifolio.words import counted
 
 _BUILT_IN = ("en", "sk")
 
@@ -115,7 +116,8 @@ class DistanceRun:
         scorers = [other.forced() for other in others]
         found: dict[tuple[int, int], list[Scored]] = {}
         for (place, context), pieces in cut.items():
-            progress(f"{self.passages[place].name}, {len(pieces)} windows after {context} tokens")
+            count = counted(len(pieces), "window")
+            progress(f"{self.passages[place].name}, {count} after {context} tokens")
             found[place, context] = score(base.forced(), scorers, pieces)
         digest = digest_ids([[*c, *s] for pieces in cut.values() for c, s in pieces])
         return [
