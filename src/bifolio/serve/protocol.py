@@ -27,6 +27,9 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
 
+UNSUPPORTED = "unsupported_parameter"
+"""Code of refusals of what we know and cannot honour."""
+
 _SHOWN_CHARS = 80
 
 _HARMLESS = frozenset(
@@ -272,6 +275,7 @@ class ChatBody(GenerationBody):
             raise RequestError(
                 f"response_format: {shown(kind)} is not supported yet, only 'text'",
                 "response_format",
+                UNSUPPORTED,
             )
         if self.tool_choice not in (None, "none", "auto") or (
             self.tools and self.tool_choice != "none"
@@ -280,6 +284,7 @@ class ChatBody(GenerationBody):
                 "tool calls are not read from answers yet; with tool_choice='none' the model sees "
                 "the tools and answers in text",
                 "tool_choice" if self.tool_choice else "tools",
+                UNSUPPORTED,
             )
 
 
@@ -339,9 +344,7 @@ def refuse_extras(body: BaseModel) -> None:
         if value is None or name in _HARMLESS or (name in _NEUTRAL and value == _NEUTRAL[name]):
             continue
         if name in _NEUTRAL or name in _UNSUPPORTED:
-            raise RequestError(
-                f"{name} is not supported; leave it out", name, "unsupported_parameter"
-            )
+            raise RequestError(f"{name} is not supported; leave it out", name, UNSUPPORTED)
         short = name[:_SHOWN_CHARS]
         near = difflib.get_close_matches(short, type(body).model_fields, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
