@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 from bifolio.evals.answers import Progress
 from bifolio.evals.distance import DistanceRow, Scored, Window, row, score, windows
 from bifolio.evals.results import side
@@ -84,7 +84,7 @@ def read_passage(path: Path, language: str = "") -> Passage:
     try:
         return Passage(path.name, language, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} as UTF-8 text: {error}") from error
+        raise ConfigError(f"cannot read {path} as UTF-8 text: {cause_of(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
