@@ -15,11 +15,12 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
 
 PREFILL_CHUNK = 256
@@ -77,8 +78,11 @@ class EngineConfig(_Frozen):
 
     @field_validator("cache_memory", "expert_memory", mode="before")
     @classmethod
-    def _bytes(cls, value: str | int) -> int:
-        return parse_bytes(value)
+    def _bytes(cls, value: str | int, info: ValidationInfo) -> int:
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{info.field_name}: {error}") from error
 
     @field_validator("plan", mode="after")
     @classmethod
@@ -147,6 +151,20 @@ class ServerConfig(_Frozen):
     request_timeout: float | None = Field(default=None, gt=0)
     """Most seconds from the submission of a request to its last token; it may ask for less."""
 
+    @field_validator("host", "served_name", "chat_template", mode="after")
+    @classmethod
+    def _says_something(cls, value: str) -> str:
+        if not value.strip():  # as of a shell's variable that is not set
+            raise ValueError("it is empty; give a value, or leave it out")
+        return value
+
+    @field_validator("api_keys", mode="after")
+    @classmethod
+    def _keep_out(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(key.strip() for key in keys):
+            raise ValueError("an empty key lets everybody in; give a value, or leave it out")
+        return keys
+
 
 def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
     """Merge a TOML file (lower rank) and options into one frozen ServerConfig.
@@ -159,7 +177,9 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         try:
             merged = tomllib.loads(file.read_text())
         except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
+            raise ConfigError(
+                f"cannot read the configuration file {file}: {cause_of(error)}"
+            ) from error
     given = {key: value for key, value in options.items() if value is not None}
     merged = _with_api_keys(merged) | _with_api_keys(given)
     _check_keys(merged, _KEYS)
@@ -250,13 +270,14 @@ def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
+        text = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown configuration key {key!r}; leave it out")
         elif item["type"] == "value_error" and isinstance(item["input"], dict):
             # It is about several keys at once, and names them.
-            lines.append(item["msg"].removeprefix("Value error, "))
+            lines.append(text)
         elif item["type"] == "missing" or {"api_keys", "admin_key"} & set(item["loc"]):
-            lines.append(f"{key}: {item['msg']}")
+            lines.append(f"{key}: {text}")
         else:
-            lines.append(f"{key}: {item['msg']} (got {item['input']!r})")
+            lines.append(f"{key}: {text} (got {item['input']!r})")
     return "; ".join(lines)

@@ -81,7 +81,12 @@ def test_options_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> Non
         ({"model": "m", "max_num_seqs": 0}, r"max_num_seqs: .*greater than or equal to 1"),
         ({"model": "m", "threads": 1025}, r"threads: .*less than or equal to 1024"),
         ({"model": "m", "kernels": "fast"}, r"kernels: .*'auto', 'native' or 'reference'"),
-        ({"model": "m", "cache_memory": "much"}, r"cannot read 'much' as a size"),
+        ({"model": "m", "cache_memory": "much"}, r"^cache_memory: cannot read 'much' as a size"),
+        ({"model": "m", "served_name": ""}, r"^served_name: it is empty; give a value, or leave"),
+        ({"model": "m", "chat_template": ""}, r"^chat_template: it is empty"),
+        ({"model": "m", "host": " "}, r"^host: it is empty"),
+        ({"model": "m", "api_keys": ["a", ""]}, r"^api_keys: an empty key lets everybody in"),
+        ({"model": "m", "api_key": ""}, r"^api_keys: an empty key lets everybody in"),
         ({"model": "m", "plan": 8}, r"plan.*8.*text"),
         ({"model": "m", "plan": "int3/bf16"}, r"unknown weight format 'int3'"),
         ({"model": "m", "decode": "bf16/fp8"}, r"one cache pool.*bf16.*fp8.*give both the same"),
@@ -137,8 +142,10 @@ def test_an_error_does_not_show_the_keys(keys: object) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml"):
-        resolve({"model": "m"}, tmp_path / "absent.toml")
+    absent = tmp_path / "absent.toml"
+    with pytest.raises(ConfigError) as caught:
+        resolve({"model": "m"}, absent)
+    assert str(caught.value).endswith(f"file {absent}: No such file or directory")
     broken = tmp_path / "broken.toml"
     broken.write_text("model = \n")
     with pytest.raises(ConfigError, match=r"broken\.toml"):

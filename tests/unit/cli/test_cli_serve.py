@@ -145,6 +145,8 @@ def test_the_command_line_wins_over_the_file(
         (["m", "--cache-memory", "much"], "cannot read 'much' as a size"),
         (["m", "--port", "70000"], "port"),
         (["m", "--max-num-seqs", "0"], "max_num_seqs"),
+        (["m", "--served-name", ""], "served_name: it is empty"),
+        (["m", "--api-key", ""], "api_keys: an empty key lets everybody in"),
         (["m", "--config", "no-such-file.toml"], "no-such-file.toml"),
     ],
 )
