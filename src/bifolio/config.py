@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,11 +15,12 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
 
 PREFILL_CHUNK = 256
@@ -39,7 +42,16 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if not isinstance(text, str) or not match or match[2].lower() not in _UNITS:
         raise ConfigError(f"cannot read {text!r} as a size; write 256MiB, 2GB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return round(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def size_text(count: int) -> str:
+    """A number of bytes as users write it: what `parse_bytes` reads as the same number."""
+    for unit in ("TiB", "GiB", "TB", "GB", "MiB", "MB", "KiB", "kB"):
+        size = _UNITS[unit.lower()]
+        if count >= size and count * 100 % size == 0:
+            return f"{count / size:.2f}".rstrip("0").rstrip(".") + unit
+    return str(count)
 
 
 class _Frozen(BaseModel):
@@ -66,8 +78,11 @@ class EngineConfig(_Frozen):
 
     @field_validator("cache_memory", "expert_memory", mode="before")
     @classmethod
-    def _bytes(cls, value: str | int) -> int:
-        return parse_bytes(value)
+    def _bytes(cls, value: str | int, info: ValidationInfo) -> int:
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{info.field_name}: {error}") from error
 
     @field_validator("plan", mode="after")
     @classmethod
@@ -136,6 +151,20 @@ class ServerConfig(_Frozen):
     request_timeout: float | None = Field(default=None, gt=0)
     """Most seconds from the submission of a request to its last token; it may ask for less."""
 
+    @field_validator("host", "served_name", "chat_template", mode="after")
+    @classmethod
+    def _says_something(cls, value: str) -> str:
+        if not value.strip():  # as of a shell's variable that is not set
+            raise ValueError("it is empty; give a value, or leave it out")
+        return value
+
+    @field_validator("api_keys", mode="after")
+    @classmethod
+    def _keep_out(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(key.strip() for key in keys):
+            raise ValueError("an empty key lets everybody in; give a value, or leave it out")
+        return keys
+
 
 def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
     """Merge a TOML file (lower rank) and options into one frozen ServerConfig.
@@ -148,9 +177,18 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         try:
             merged = tomllib.loads(file.read_text())
         except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
-    merged |= {key: value for key, value in options.items() if value is not None}
-    plan = PrecisionPlan.parse(*(_text(merged, key) for key in ("plan", "prefill", "decode")))
+            raise ConfigError(
+                f"cannot read the configuration file {file}: {cause_of(error)}"
+            ) from error
+    given = {key: value for key, value in options.items() if value is not None}
+    merged = _with_api_keys(merged) | _with_api_keys(given)
+    _check_keys(merged, _KEYS)
+    if not merged.get("model"):
+        raise ConfigError(
+            "no model given; name one on the command line (`bifolio serve smollm2-135m`) or in the "
+            'configuration file (model = "smollm2-135m")'
+        )
+    plan = PrecisionPlan.parse(*(_text(merged, key) for key in _PHASE_KEYS))
     engine = {key: merged.pop(key) for key in list(merged) if key in EngineConfig.model_fields}
     pools = {key: merged.pop(key) for key in _POOL_KEYS if key in merged}
     try:
@@ -164,6 +202,35 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
 
 
 _POOL_KEYS = ("pools", "transport", "on_worker_loss", "tls")
+_PHASE_KEYS = ("plan", "prefill", "decode")
+_KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_PHASE_KEYS}
+_KEYS -= {"engine"}
+
+
+def _with_api_keys(given: dict[str, Any]) -> dict[str, Any]:
+    """`api_key`, which is how the option is called, as the list that it stands for."""
+    if "api_key" not in given:
+        return given
+    if "api_keys" in given:
+        raise ConfigError('api_key and api_keys: give one of them, such as api_keys = ["…", "…"]')
+    key = given["api_key"]
+    rest = {name: value for name, value in given.items() if name != "api_key"}
+    return rest | {"api_keys": [key] if isinstance(key, str) else key}
+
+
+def _check_keys(given: Collection[str], known: Collection[str]) -> None:
+    """ConfigError names unknown keys, with the ones that may be meant or all that there are."""
+    wrong = [key for key in given if key not in known]
+    if not wrong:
+        return
+    near = {key: difflib.get_close_matches(key, sorted(known), 1) for key in wrong}
+    named = [
+        f"{key!r} (did you mean {near[key][0]!r}?)" if near[key] else repr(key) for key in wrong
+    ]
+    text = f"unknown configuration {'key' if len(wrong) == 1 else 'keys'} {', '.join(named)}"
+    if not all(near.values()):
+        text += f"; known keys: {', '.join(sorted(known))}"
+    raise ConfigError(text)
 
 
 def _two_pools(
@@ -199,19 +266,18 @@ def _text(merged: dict[str, Any], key: str) -> str | None:
 
 
 def _explain(error: ValidationError) -> str:
-    fields = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS}
-    known = sorted(fields - {"engine"})
+    """What is wrong with each value. Whole tables and secret keys are not shown."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
+        text = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown configuration key {key!r}; known keys: {', '.join(known)}")
+            lines.append(f"unknown configuration key {key!r}; leave it out")
         elif item["type"] == "value_error" and isinstance(item["input"], dict):
             # It is about several keys at once, and names them.
-            lines.append(item["msg"].removeprefix("Value error, "))
+            lines.append(text)
+        elif item["type"] == "missing" or {"api_keys", "admin_key"} & set(item["loc"]):
+            lines.append(f"{key}: {text}")
         else:
-            got = (
-                "" if {"api_keys", "admin_key"} & set(item["loc"]) else f" (got {item['input']!r})"
-            )  # they are secret
-            lines.append(f"{key}: {item['msg']}{got}")
+            lines.append(f"{key}: {text} (got {item['input']!r})")
     return "; ".join(lines)

@@ -59,3 +59,8 @@ class IntegrityError(BifolioError):
 
 class EngineDeadError(BifolioError):
     """The engine process has ended or does not answer."""
+
+
+def cause_of(error: Exception) -> str:
+    """What an error says, of one of the system only why: our own texts name the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

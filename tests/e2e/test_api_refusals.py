@@ -255,6 +255,18 @@ async def test_what_changes_the_answer_and_is_not_there_is_refused(tiny):
         assert (await tiny.post("/v1/chat/completions", **CHAT, **extra)).status_code == 200
 
 
+async def test_whatever_is_not_supported_has_the_same_code(tiny):
+    for extra in (
+        {"best_of": 2},
+        {"reasoning_effort": "high"},
+        {"response_format": {"type": "json_object"}},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+    ):
+        response = await tiny.post("/v1/chat/completions", **CHAT, **extra)
+        assert response.json()["error"]["code"] == "unsupported_parameter", extra
+
+
 async def test_long_nonsense_is_refused_fast_and_in_few_words(tiny):
     long = "x" * 4_000_000
     for path, body in [

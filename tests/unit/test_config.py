@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from bifolio.config import EngineConfig, parse_bytes, resolve
+from bifolio.config import EngineConfig, parse_bytes, resolve, size_text
 from bifolio.errors import ConfigError
 from bifolio.formats import PrecisionPlan
 
@@ -22,6 +22,7 @@ from bifolio.formats import PrecisionPlan
         ("1.5g", 3 * 2**29),
         ("64k", 64 * 2**10),
         ("10 kb", 10_000),
+        ("2.01GB", 2_010_000_000),
         ("0", 0),
         ("4096", 4096),
         (4096, 4096),
@@ -29,6 +30,19 @@ from bifolio.formats import PrecisionPlan
 )
 def test_sizes_are_read_with_their_units(text: str | int, number: int) -> None:
     assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1GiB", "1.5GiB", "64MiB", "5000MiB", "900GiB", "2TB", "2GB", "500MB", "16KiB", "100kB", "9"],
+)
+def test_sizes_are_written_as_they_were_read(text: str) -> None:
+    assert size_text(parse_bytes(text)) == text
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 46592, 10**9 + 1, 2**40 - 1, 3 * 2**28, 5 * 10**10])
+def test_what_is_written_of_a_size_is_read_as_the_same_size(count: int) -> None:
+    assert parse_bytes(size_text(count)) == count
 
 
 @pytest.mark.parametrize(
@@ -56,14 +70,23 @@ def test_options_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"model": "m", "prot": 1}, r"unknown configuration key 'prot'; known keys: .*port"),
-        ({}, r"model: Field required"),
+        (
+            {"model": "m", "zzz": 1},
+            r"unknown configuration key 'zzz'; known keys: .*decode, .*prefill",
+        ),
+        ({}, r"no model given.*bifolio serve smollm2-135m.*model = "),
+        ({"model": ""}, r"no model given"),
         ({"model": "m", "port": 70_000}, r"port: .*65535.*got 70000"),
         ({"model": "m", "port": "web"}, r"port: .*integer.*got 'web'"),
         ({"model": "m", "max_num_seqs": 0}, r"max_num_seqs: .*greater than or equal to 1"),
         ({"model": "m", "threads": 1025}, r"threads: .*less than or equal to 1024"),
         ({"model": "m", "kernels": "fast"}, r"kernels: .*'auto', 'native' or 'reference'"),
-        ({"model": "m", "cache_memory": "much"}, r"cannot read 'much' as a size"),
+        ({"model": "m", "cache_memory": "much"}, r"^cache_memory: cannot read 'much' as a size"),
+        ({"model": "m", "served_name": ""}, r"^served_name: it is empty; give a value, or leave"),
+        ({"model": "m", "chat_template": ""}, r"^chat_template: it is empty"),
+        ({"model": "m", "host": " "}, r"^host: it is empty"),
+        ({"model": "m", "api_keys": ["a", ""]}, r"^api_keys: an empty key lets everybody in"),
+        ({"model": "m", "api_key": ""}, r"^api_keys: an empty key lets everybody in"),
         ({"model": "m", "plan": 8}, r"plan.*8.*text"),
         ({"model": "m", "plan": "int3/bf16"}, r"unknown weight format 'int3'"),
         ({"model": "m", "decode": "bf16/fp8"}, r"one cache pool.*bf16.*fp8.*give both the same"),
@@ -76,6 +99,41 @@ def test_what_cannot_work_is_refused_by_key_and_value(
         resolve(options)
 
 
+def test_a_wrong_key_is_named_before_a_missing_model_and_without_our_own_objects() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"thread": 2})
+    assert str(caught.value) == "unknown configuration key 'thread' (did you mean 'threads'?)"
+
+
+def test_several_wrong_keys_are_one_line_with_one_list() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"model": "m", "prot": 1, "zzz": 2, "api-key": "s"})
+    text = str(caught.value)
+    assert text.startswith("unknown configuration keys 'prot' (did you mean 'port'?), 'zzz', ")
+    assert text.count("known keys:") == 1
+
+
+def test_a_table_that_lacks_something_is_not_shown() -> None:
+    tls = {"cert": "/private/cert.pem", "key": "/private/key.pem"}
+    with pytest.raises(ConfigError, match=r"^tls\.ca: Field required$"):
+        resolve({"model": "m", "pools": "1p1d", "transport": "tcp", "tls": tls})
+
+
+def test_a_key_of_the_api_has_the_name_of_its_option_too(tmp_path: Path) -> None:
+    file = tmp_path / "bifolio.toml"
+    file.write_text('model = "m"\napi_key = "a"\n')
+    assert resolve({}, file).api_keys == ("a",)
+    assert resolve({"api_keys": ("b",)}, file).api_keys == ("b",)
+    with pytest.raises(ConfigError, match="api_key and api_keys: give one of them"):
+        resolve({"model": "m", "api_key": "a-secret", "api_keys": ["b"]})
+
+
+def test_a_single_key_that_is_no_text_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="api_keys") as caught:
+        resolve({"model": "m", "api_key": {"a-secret": 5}})
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("keys", ["a-secret", ["a-secret", 5], {"a-secret": 5}])
 def test_an_error_does_not_show_the_keys(keys: object) -> None:
     with pytest.raises(ConfigError, match="api_keys") as caught:
@@ -84,8 +142,10 @@ def test_an_error_does_not_show_the_keys(keys: object) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml"):
-        resolve({"model": "m"}, tmp_path / "absent.toml")
+    absent = tmp_path / "absent.toml"
+    with pytest.raises(ConfigError) as caught:
+        resolve({"model": "m"}, absent)
+    assert str(caught.value).endswith(f"file {absent}: No such file or directory")
     broken = tmp_path / "broken.toml"
     broken.write_text("model = \n")
     with pytest.raises(ConfigError, match=r"broken\.toml"):

@@ -11,6 +11,7 @@ import torch
 from bifolio.kernels.memory import map_tensor
 from bifolio.kernels.native import NativeOps
 from bifolio.planner.hardware import Device
+from bifolio.words import counted
 
 _PRODUCTS = ("fp32", "bf16", "int8")
 _BYTES = 96 << 20
@@ -59,5 +60,5 @@ def measure_machine(ops: NativeOps) -> Device:
         read_bytes=measure_reads(ops),
         bf16_ops=measure_peak(ops, "bf16"),
         int8_ops=measure_peak(ops, "int8"),
-        source=f"measured with {ops.threads} threads, {ops.isa}",
+        source=f"measured with {counted(ops.threads, 'thread')}, {ops.isa}",
     )

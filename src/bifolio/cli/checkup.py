@@ -19,7 +19,7 @@ from typing import Any
 from bifolio import __version__
 from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.cli.machine import Limits, Processor, read_limits, read_processor
-from bifolio.errors import UnsupportedError
+from bifolio.errors import UnsupportedError, cause_of
 from bifolio.models.builtin import BUILTIN, builtin_path
 
 PACKAGES = (
@@ -229,7 +229,9 @@ def _default_model(problems: list[Problem]) -> DefaultModel:
             )
         return DefaultModel(DEFAULT_MODEL, str(path), present=False, intact=None)
     except OSError as error:
-        problems.append(Problem(f"cannot read {path}: {error}", "set BIFOLIO_HOME elsewhere"))
+        problems.append(
+            Problem(f"cannot read {path}: {cause_of(error)}", "set BIFOLIO_HOME elsewhere")
+        )
         return DefaultModel(DEFAULT_MODEL, str(path), present=True, intact=False)
     if not intact:
         problems.append(

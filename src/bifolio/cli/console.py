@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bifolio.words import counted
+
 if TYPE_CHECKING:
     from bifolio.cli.client import Answer
 
@@ -30,7 +32,7 @@ def figures_text(answer: Answer) -> str:
     parts = []
     if answer.prompt_tokens is not None:
         cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens is not None else ""
-        parts.append(f"{answer.prompt_tokens} tokens in{cached}")
+        parts.append(f"{counted(answer.prompt_tokens, 'token')} in{cached}")
     if answer.completion_tokens is not None:
         parts.append(f"{answer.completion_tokens} out")
     if answer.time_to_first_token is not None:
@@ -38,7 +40,7 @@ def figures_text(answer: Answer) -> str:
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
     if answer.pages_checked is not None:
-        parts.append(f"{answer.pages_checked} pages checked")
+        parts.append(f"{counted(answer.pages_checked, 'page')} checked")
     if answer.workers:
         parts.append(f"by {', '.join(answer.workers)}")
     if answer.interrupted:

@@ -12,6 +12,7 @@ from bifolio.evals.compare import Comparison
 from bifolio.evals.distance_run import Measured
 from bifolio.evals.gate import Gate
 from bifolio.evals.session import Compared
+from bifolio.words import counted
 
 
 def _table(title: str, first: str, *names: str) -> Table:
@@ -70,7 +71,7 @@ def distance_table(found: Measured) -> None:
     if found.floor and whole.noise:
         console.print(
             f"noise: the reference beside {found.floor['plan']} on {found.floor['kernels']}; the "
-            f"candidate is farther in {whole.noise.farther} windows and nearer in "
+            f"candidate is farther in {counted(whole.noise.farther, 'window')} and nearer in "
             f"{whole.noise.nearer} (sign test p {p_text(whole.noise.p)})",
             highlight=False,
         )

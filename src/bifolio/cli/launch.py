@@ -20,10 +20,12 @@ import structlog
 import uvloop
 from rich.console import Console
 
-from bifolio.cli.listen import bind, is_local, refused, url_of
+from bifolio.cli.fit import check_fit
+from bifolio.cli.listen import bind, is_local, listen, refused, url_of
+from bifolio.cli.machine import read_limits
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
-from bifolio.config import ServerConfig
+from bifolio.config import ServerConfig, size_text
 from bifolio.engine import logs
 from bifolio.engine.client import AsyncEngine
 from bifolio.engine.messages import Loading
@@ -59,6 +61,8 @@ def launch(
     if until_stdin_closes:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     with bind(config.host, config.port) as sock:
+        if client is None:  # another one may place its engines on other machines
+            check_fit(config, read_limits())
         with _reporter(screen) as report:
             source = resolve_source(config.engine.model, report)
         run = _Run(_localized(config, source), source, sock, screen, began, client or client_of)
@@ -170,6 +174,7 @@ class _Run:
         if not isinstance(engine, AsyncEngine):
             _replace_on_hangup(engine, self._on_hangup)
         try:
+            listen(self._sock)
             await server.serve([self._sock])
         except OSError as error:
             raise refused(self._config.host, self._config.port, error) from error
@@ -188,6 +193,14 @@ class _Run:
             show(summary, self._screen)
         else:
             log.info("ready", **summary.as_dict())
+        if summary.shortened_from:
+            log.warning(
+                "the cache is too small for the longest context that the model knows",
+                max_model_len=summary.max_model_len,
+                model=summary.shortened_from,
+                cure=f"give --cache-memory {size_text(summary.cache_bytes_for_all)}, or "
+                f"--max-model-len {summary.max_model_len} if that is enough",
+            )
         if not self._config.engine.integrity:
             log.warning("cache pages are not checked", cure="leave --no-integrity out")
         if not self._config.api_keys and not is_local(self._sock):

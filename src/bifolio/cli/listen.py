@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from typing import Any
 
 from bifolio.errors import ConfigError
 
@@ -13,7 +14,8 @@ def bind(host: str, port: int) -> socket.socket:
     """A TCP socket bound to `host` (a name or an address) and `port` (0: any free one).
 
     It does not listen yet, so that clients are refused, not kept waiting, until the model is
-    there. ConfigError says why the address cannot be had.
+    there; no other socket can be bound to the port meanwhile. ConfigError says why the address
+    cannot be had.
     """
     try:
         found = socket.getaddrinfo(
@@ -24,12 +26,34 @@ def bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        _bind_alone(sock, address)
     except OSError as error:
         sock.close()
         raise refused(host, port, error) from error
     return sock
+
+
+def _bind_alone(sock: socket.socket, address: Any) -> None:
+    """Two sockets with SO_REUSEADDR share a port until one listens, so it is on for no longer than
+    it takes to pass by the old connections of a server that has just ended."""
+    try:
+        sock.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
+def listen(sock: socket.socket) -> None:
+    """Take connections on a socket of `bind`; OSError says why that is impossible.
+
+    Here and not in the event loop, which closes the socket and reports that instead. Connections
+    inherit SO_REUSEADDR, without which their remains would keep the next server from the port.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.listen()
 
 
 def refused(host: str, port: int, error: OSError) -> ConfigError:
@@ -41,7 +65,7 @@ def refused(host: str, port: int, error: OSError) -> ConfigError:
         case errno.EACCES:
             return ConfigError(f"port {port} needs rights that you do not have; take one from 1024")
         case _:
-            return ConfigError(f"cannot listen on {host} port {port}: {error.strerror}")
+            return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}")
 
 
 def url_of(sock: socket.socket) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from bifolio.cli.places import writable_folder
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 
 if TYPE_CHECKING:
     from bifolio.cli.plan_model import PlannedModel
@@ -229,7 +229,7 @@ def _write(report: Report, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"plan-{name}.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write the plan to {folder}: {error}") from error
+        raise ConfigError(f"cannot write the plan to {folder}: {cause_of(error)}") from error
 
 
 def _print(

@@ -10,6 +10,7 @@ from bifolio.cli.machine import read_limits, read_processor
 from bifolio.errors import UnsupportedError
 from bifolio.formats import BF16, WeightFormat
 from bifolio.planner.hardware import Device
+from bifolio.words import counted
 
 if TYPE_CHECKING:
     from bifolio.kernels.native import NativeOps
@@ -44,7 +45,8 @@ def measure_machine(memory_bytes: int | None) -> Device:
         read_bytes=_read_rate(ops, BF16),
         bf16_ops=_multiply_rate(ops, BF16),
         int8_ops=_multiply_rate(ops, WeightFormat.parse("int8:a8")),
-        source=f"{processor.name}, {ops.threads} threads, {ops.isa}: native kernels measured now",
+        source=f"{processor.name}, {counted(ops.threads, 'thread')}, {ops.isa}: native kernels "
+        "measured now",
     )
 
 

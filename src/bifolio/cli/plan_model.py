@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.config import parse_bytes
-from bifolio.errors import CheckpointError, ConfigError
+from bifolio.errors import CheckpointError, ConfigError, cause_of
 from bifolio.formats import BF16, Number, Scaling, WeightFormat
 from bifolio.models.gguf import TYPES, GGUFFile
 from bifolio.models.gguf_spec import gguf_spec
@@ -79,7 +79,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return found

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from bifolio.errors import ConfigError
-
 
 class Kernels(StrEnum):
     """Choices of --kernels."""
@@ -288,6 +286,4 @@ def serve(
         "drain_seconds": drain_seconds,
         "request_timeout": request_timeout,
     }
-    if model is None and config is None:
-        raise ConfigError("no model given; try `bifolio serve smollm2-135m`")
     launch(resolve(options, config), until_stdin_closes=until_stdin_closes)

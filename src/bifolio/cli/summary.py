@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bifolio import __version__
 from bifolio.cli.console import bytes_text
-from bifolio.config import ServerConfig
+from bifolio.config import ServerConfig, size_text
 from bifolio.engine.messages import Hello
 
 _QUESTION = "What is the capital of France?"
@@ -28,6 +28,10 @@ class Summary:
     kernels: str
     experts: str
     max_model_len: int
+    shortened_from: int
+    """What the model knows, where the cache holds less and nobody asked for a limit; else 0."""
+    cache_bytes_for_all: int
+    """Cache memory that what the model knows would take; 0: not known."""
     page_size: int
     pages: int
     cache_tokens: int
@@ -49,6 +53,12 @@ class Summary:
             kernels=hello.kernels,
             experts=hello.experts,
             max_model_len=hello.max_model_len,
+            shortened_from=(
+                hello.model_positions
+                if hello.max_model_len < hello.model_positions and not config.engine.max_model_len
+                else 0
+            ),
+            cache_bytes_for_all=hello.model_bytes,
             page_size=hello.page_size,
             pages=hello.pages,
             cache_tokens=hello.pages * hello.page_size,
@@ -57,6 +67,16 @@ class Summary:
             prefix_cache=config.engine.prefix_cache,
             api_key_needed=bool(config.api_keys),
             start_seconds=round(start_seconds, 3),
+        )
+
+    @property
+    def context(self) -> str:
+        """The longest context and, where the cache shortens it, what would not."""
+        if not self.shortened_from:
+            return f"{self.max_model_len:,} tokens"
+        return (
+            f"{self.max_model_len:,} of the {self.shortened_from:,} tokens that the model knows; "
+            f"all take --cache-memory {size_text(self.cache_bytes_for_all)}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,7 +113,7 @@ def show(summary: Summary, screen: Console) -> None:
             f"tokens in {bytes_text(summary.cache_bytes)}",
         ),
         ("checks", ", ".join(checks)),
-        ("context", f"{summary.max_model_len:,} tokens"),
+        ("context", summary.context),
         ("address", f"{summary.url}/v1"),
     ):
         table.add_row(name, value)

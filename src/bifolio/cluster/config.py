@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from bifolio.config import ServerConfig, resolve
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 
 
 class PoolResources(BaseModel):
@@ -62,7 +62,7 @@ def read_cluster(file: Path, options: dict[str, Any]) -> tuple[ServerConfig, Clu
     try:
         content = tomllib.loads(file.read_text())
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the cluster's file {file}: {error}") from error
+        raise ConfigError(f"cannot read the cluster's file {file}: {cause_of(error)}") from error
     table = content.pop("cluster", {})
     if content.setdefault("transport", "tcp") != "tcp":
         raise ConfigError(f"{file}: transport: workers of a cluster use tcp")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 
 PIECE = 512
 """Most tokens of a piece."""
@@ -64,7 +64,7 @@ def _documents(path: Path, encode: Callable[[str], list[int]], vocab: int) -> It
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} as UTF-8 text: {error}") from error
+        raise ConfigError(f"cannot read {path} as UTF-8 text: {cause_of(error)}") from error
     if path.suffix != ".jsonl":
         yield encode(text)
         return

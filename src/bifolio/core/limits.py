@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bifolio.errors import RequestError
 from bifolio.request import Request
+from bifolio.words import counted
 
 
 def tokens_here(request: Request) -> int:
@@ -59,7 +60,8 @@ class Limits:
             text = f"prompt: {prompt} tokens leave no room for an answer, since {why}; shorten it"
         else:
             text = (
-                f"max_tokens: {asked} after a prompt of {prompt} tokens is too much, since {why}; "
+                f"max_tokens: {asked} after a prompt of {counted(prompt, 'token')} is too much, "
+                f"since {why}; "
                 f"ask for at most {limit - prompt}"
             )
         if limit < self.max_model_len:

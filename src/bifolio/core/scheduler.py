@@ -45,6 +45,7 @@ from bifolio.request import (
     Request,
     TokenLogprobs,
 )
+from bifolio.words import counted
 
 _RESERVE_DECAY = 8
 """Each request that ends takes one part in so many off the reserve that preemptions added."""
@@ -62,7 +63,8 @@ class Scheduler(SchedulerState):
         token_ids = self.limits.read_prompt(request, self.cache.pool.usable, self.cache.page_size)
         if len(self._waiting) >= self.limits.max_waiting:
             raise OverloadedError(
-                f"{len(self._waiting)} requests wait already; try again later or raise max_waiting",
+                f"{counted(len(self._waiting), 'request')} in line already; try again later or "
+                "raise max_waiting",
                 retry_after=self._end_interval,
             )
         self._join(self._sequence(request, token_ids))
@@ -425,8 +427,8 @@ class Scheduler(SchedulerState):
             sequence = self._running.get(request_id) or self._waiting[request_id]
             self._counts["late"] += 1
             text = (
-                f"the time limit of the request passed after {len(sequence.output_ids)} tokens of "
-                "its answer; allow more time or ask for fewer tokens"
+                "the time limit of the request passed after "
+                f"{counted(len(sequence.output_ids), 'token')} of its answer"
             )
             self._news.append(self._end_with(sequence, ErrorCode.DEADLINE, text))
         return bool(late)

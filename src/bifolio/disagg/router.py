@@ -118,6 +118,7 @@ class PoolRouter:
         self._hello = msgspec.structs.replace(
             decode,
             max_model_len=min(hello.max_model_len for hello in hellos),
+            model_bytes=max(hello.model_bytes for hello in hellos),
             plan=prefill.plan if prefill.plan == decode.plan else f"{prefill.plan} → {decode.plan}",
         )
         return self.hello

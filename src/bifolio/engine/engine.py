@@ -7,12 +7,12 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from bifolio.config import EngineConfig
+from bifolio.config import EngineConfig, size_text
 from bifolio.core import CacheManager, Limits, PageFault, PagePool, Scheduler, Step
 from bifolio.engine.messages import EngineStats, HandoffStats, Hello
 from bifolio.engine.peers import Peers
 from bifolio.engine.scrub import Scrubber
-from bifolio.errors import ConfigError, RequestError
+from bifolio.errors import ConfigError, RequestError, cause_of
 from bifolio.formats import Phase
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.choose import KernelSet, choose
@@ -30,6 +30,8 @@ from bifolio.spec import ModelSpec, PageSpec
 
 SURVEYED_AT_A_TIME = 16
 """Mapped experts looked at between two heartbeats: a few milliseconds."""
+
+_MIB = 2**20
 
 log = structlog.get_logger(__name__)
 
@@ -59,10 +61,10 @@ class Engine:
         pages = page.pages_in(config.cache_memory)
         if pages < 1:
             raise ConfigError(
-                f"cache_memory={config.cache_memory} holds no page of {page.page_bytes} bytes; "
-                "give more memory or a smaller page="
+                f"--cache-memory {size_text(config.cache_memory)} holds no page of "
+                f"{size_text(page.page_bytes)}; give more memory or a smaller page="
             )
-        self.max_model_len = _model_len(config, self.spec, pages * page.page_size)
+        self.max_model_len = _model_len(config, self.spec, page)
         self.kernels = kernels or choose(config.kernels, config.threads)
         self.models = load_models(
             source,
@@ -185,6 +187,8 @@ class Engine:
             experts=self._experts_text(),
             kernels=str(self.kernels),
             boot_epoch=self._page_pool.epoch,
+            model_positions=self.spec.max_position,
+            model_bytes=_memory_for(self.pool.spec, self.spec.max_position),
         )
 
     @property
@@ -267,24 +271,31 @@ def _pool(page: PageSpec, pages: int, scales: CacheScales | None) -> KVPool:
         return KVPool(page, pages, scales if page.cache.static_scales else None)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"the system gives no {pages * page.page_bytes} bytes for the cache ({error}); "
-            "ask for less cache_memory"
+            f"the system gives no {size_text(pages * page.page_bytes)} for the cache "
+            f"({cause_of(error)}); ask for less with --cache-memory"
         ) from error
 
 
-def _model_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int) -> int:
+def _model_len(config: EngineConfig, spec: ModelSpec, page: PageSpec) -> int:
     """Most tokens of a request: as configured, else what the model and the pool both allow."""
-    if config.max_model_len > pool_tokens:
+    asked, pool_tokens = config.max_model_len, page.pages_in(config.cache_memory) * page.page_size
+    if asked > spec.max_position:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is beyond the {pool_tokens} tokens that "
-            f"cache_memory={config.cache_memory} holds; give more memory or ask for less"
+            f"--max-model-len {asked} is beyond the {spec.max_position} positions that the model "
+            "knows; ask for no more than those"
         )
-    if config.max_model_len > spec.max_position:
+    if asked > pool_tokens:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is beyond the {spec.max_position} positions "
-            "that the model knows; ask for less"
+            f"--max-model-len {asked} is beyond the {pool_tokens} tokens that --cache-memory "
+            f"{size_text(config.cache_memory)} holds; give --cache-memory "
+            f"{size_text(_memory_for(page, asked))} or ask for less"
         )
-    return config.max_model_len or min(spec.max_position, pool_tokens)
+    return asked or min(spec.max_position, pool_tokens)
+
+
+def _memory_for(page: PageSpec, tokens: int) -> int:
+    """Bytes of a pool that holds so many tokens, in whole MiB."""
+    return -(-page.pages_for(tokens) * page.page_bytes // _MIB) * _MIB
 
 
 def _warn_of_unit_scales(pool: KVPool) -> None:

@@ -109,6 +109,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `stop_ids` are the end tokens that the checkpoint declares and the engine obeys. `pages` is
     the size of the pool; `plan`, `kernels` and `experts` (empty: in memory) are texts for people.
+    `model_positions` is what the model itself allows as `max_model_len`, and `model_bytes` the
+    cache memory that would take; 0: not known.
     """
 
     model: str
@@ -122,6 +124,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kernels: str
     boot_epoch: int
     experts: str = ""
+    model_positions: int = 0
+    model_bytes: int = 0
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

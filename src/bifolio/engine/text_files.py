@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from bifolio.engine.chat_template import ChatTemplate, TemplateSource
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
-from bifolio.errors import CheckpointError, ConfigError
+from bifolio.errors import CheckpointError, ConfigError, cause_of
 from bifolio.spec.fields import Fields
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -73,7 +73,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         ) from error
     except Exception as error:  # the package raises bare Exception
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
     settings = read_json(folder / "special_tokens_map.json") | read_json(
         folder / "tokenizer_config.json"
     )
@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return found
@@ -143,7 +143,7 @@ def _given_template(given: str) -> TemplateSource:
     try:
         return TemplateSource({"default": Path(given).read_text(encoding="utf-8")}, given)
     except OSError as error:
-        raise ConfigError(f"cannot read the chat template {given}: {error}") from error
+        raise ConfigError(f"cannot read the chat template {given}: {cause_of(error)}") from error
 
 
 def _template_in_folder(folder: Path) -> TemplateSource | None:

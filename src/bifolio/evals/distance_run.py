@@ -9,13 +9,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 from bifolio.evals.answers import Progress
 from bifolio.evals.distance import DistanceRow, Scored, Window, row, score, windows
 from bifolio.evals.results import side
 from bifolio.evals.session import BuildSubject
 from bifolio.evals.subject import Setup, Subject, Texts, digest_ids
 from bifolio.evals.tasks.local import read_rows
+from bifolio.words import counted
 
 _BUILT_IN = ("en", "sk")
 
@@ -83,7 +84,7 @@ def read_passage(path: Path, language: str = "") -> Passage:
     try:
         return Passage(path.name, language, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} as UTF-8 text: {error}") from error
+        raise ConfigError(f"cannot read {path} as UTF-8 text: {cause_of(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ class DistanceRun:
         scorers = [other.forced() for other in others]
         found: dict[tuple[int, int], list[Scored]] = {}
         for (place, context), pieces in cut.items():
-            progress(f"{self.passages[place].name}, {len(pieces)} windows after {context} tokens")
+            count = counted(len(pieces), "window")
+            progress(f"{self.passages[place].name}, {count} after {context} tokens")
             found[place, context] = score(base.forced(), scorers, pieces)
         digest = digest_ids([[*c, *s] for pieces in cut.values() for c, s in pieces])
         return [

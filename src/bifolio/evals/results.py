@@ -22,7 +22,7 @@ import tokenizers
 import torch
 
 from bifolio import __version__
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 from bifolio.evals.answers import Answer, Prompted
 from bifolio.evals.subject import Subject
 
@@ -132,5 +132,5 @@ def write(folder: Path, found: Mapping[str, Any], items: Iterable[Mapping[str, A
         text = json.dumps(whole, ensure_ascii=False, indent=1, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write results to {folder}: {error}") from error
+        raise ConfigError(f"cannot write results to {folder}: {cause_of(error)}") from error
     return path

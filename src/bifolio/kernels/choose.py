@@ -9,6 +9,7 @@ from bifolio.kernels.ops import Ops
 from bifolio.kernels.reference import ReferenceOps
 from bifolio.kernels.reference_pages import PagesKernels, ReferencePages
 from bifolio.kernels.reference_sampling import ReferenceSampling, SamplingOps
+from bifolio.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class KernelSet:
     def __str__(self) -> str:
         if self.recorder is None:
             return self.ops.name
-        return f"{self.ops.name} {self.recorder.isa}, {self.recorder.threads} threads"
+        return f"{self.ops.name} {self.recorder.isa}, {counted(self.recorder.threads, 'thread')}"
 
 
 def choose(name: str, threads: int = 0) -> KernelSet:

@@ -17,7 +17,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from bifolio.errors import CheckpointError, ConfigError
+from bifolio.errors import CheckpointError, ConfigError, cause_of
 from bifolio.models.progress import Report, silent
 
 _CHUNK = 1 << 20
@@ -77,7 +77,7 @@ def fetch_builtin(name: str, report: Report = silent) -> Path:
             unpacked.replace(target)  # atomic: others see a whole file or none
     except OSError as error:
         raise ConfigError(
-            f"cannot keep {name} in {target.parent}: {error}; "
+            f"cannot keep {name} in {target.parent}: {cause_of(error)}; "
             "set BIFOLIO_HOME to a folder with room"
         ) from error
     return target

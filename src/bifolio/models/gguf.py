@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.errors import CheckpointError, UnsupportedError, cause_of
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -76,7 +76,7 @@ class GGUFFile:
                 # A private mapping: torch wants writable memory, though nobody writes to it.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise CheckpointError(f"cannot read {path}: {error}") from error
+            raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
         reader = _Reader(self._map, path)
         tensor_count, entry_count = reader.head()
         self.metadata: dict[str, Any] = reader.entries(entry_count)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import CheckpointError, ConfigError
+from bifolio.errors import CheckpointError, ConfigError, cause_of
 from bifolio.models.builtin import BUILTIN, fetch_builtin
 from bifolio.models.gguf import GGUFFile
 from bifolio.models.gguf_spec import gguf_spec
@@ -143,7 +143,7 @@ def _read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
             raise CheckpointError(f"{path.parent} holds no {path.name}") from error
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return found

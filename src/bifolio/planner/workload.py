@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 
 _INPUT = ("ContextTokens", "context_tokens", "input_tokens", "input_length")
 _OUTPUT = ("GeneratedTokens", "generated_tokens", "output_tokens", "output_length")
@@ -102,7 +102,7 @@ def read_requests(path: Path) -> list[TracedRequest]:
             name = path.name.removesuffix(".gz")
             rows = list(_csv_rows(file, path) if name.endswith(".csv") else _json_rows(file, path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+        raise ConfigError(f"cannot read the trace {path}: {cause_of(error)}") from error
     if not rows:
         raise ConfigError(f"the trace {path} has no requests")
     return rows

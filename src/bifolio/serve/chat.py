@@ -44,7 +44,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
         prompts=[prompt],
         sampling=[sampling],
         session=session_of(request.headers),
-        timeout=body.time_limit(service.config.request_timeout),
+        limit=body.time_limit(service.config.request_timeout),
     )
     if body.stream:
         return EventStream(_events(service.tokenizer, body, envelope, generation))

@@ -112,7 +112,7 @@ class _Answer:
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
             session=session,
-            timeout=body.time_limit(service.config.request_timeout),
+            limit=body.time_limit(service.config.request_timeout),
         )
         self._choices = [
             _Choice(service.tokenizer, prompt, index=i * self._n + j)

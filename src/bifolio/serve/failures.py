@@ -62,9 +62,12 @@ class GenerationError(BifolioError):
         self.code = code
 
     @classmethod
-    def of(cls, output: Output) -> GenerationError:
-        """The error that an output reports."""
-        return cls(output.error or "the request was ended", output.error_code or ErrorCode.INTERNAL)
+    def of(cls, output: Output, cure_of_late: str) -> GenerationError:
+        """The error that an output reports. Whose time limit has passed the engine cannot say."""
+        text = output.error or "the request was ended"
+        if output.error_code is ErrorCode.DEADLINE:
+            text += f"; {cure_of_late}"
+        return cls(text, output.error_code or ErrorCode.INTERNAL)
 
 
 def failure_of(error: Exception) -> Failure:

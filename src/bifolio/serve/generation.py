@@ -17,7 +17,7 @@ from bifolio.errors import RequestError
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from bifolio.serve.failures import GenerationError
 from bifolio.serve.metrics import Metrics
-from bifolio.serve.protocol import MAX_CHOICES, GenerationBody, choice_seed
+from bifolio.serve.protocol import MAX_CHOICES, GenerationBody, TimeLimit, choice_seed
 
 
 class Piece(NamedTuple):
@@ -111,7 +111,7 @@ class Generation:
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         session: str = "",
-        timeout: float | None = None,
+        limit: TimeLimit,
     ) -> None:
         n = body.choices
         if len(prompts) * n > MAX_CHOICES:
@@ -120,6 +120,7 @@ class Generation:
             )
         self._engine = engine
         self._metrics = metrics
+        self._limit = limit
         self._n = n
         self._prompt_tokens = sum(map(len, prompts))
         self._requests: list[Request] = []
@@ -139,7 +140,7 @@ class Generation:
                         sampling=seeded,
                         cache_salt=body.salt,
                         session=session,
-                        timeout=timeout,
+                        timeout=limit.seconds,
                     )
                 )
                 detokenizer = Detokenizer(
@@ -172,7 +173,7 @@ class Generation:
                 now = time.monotonic()
                 if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
                     self._metrics.failed(output.error_code or ErrorCode.INTERNAL)
-                    raise GenerationError.of(output)
+                    raise GenerationError.of(output, self._limit.cure)
                 if choice.first_at is None and output.tokens:
                     choice.first_at = now
                     self._metrics.first_token.observe(now - start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -26,6 +26,9 @@ MAX_IDS = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
+
+UNSUPPORTED = "unsupported_parameter"
+"""Code of refusals of what we know and cannot honour."""
 
 _SHOWN_CHARS = 80
 
@@ -95,6 +98,27 @@ class _Named(_Strict):
     model: str | None = None
 
 
+class TimeLimit(NamedTuple):
+    """Seconds that a request may take, None for any, and who says so."""
+
+    seconds: float | None
+    by_server: bool
+
+    @property
+    def cure(self) -> str:
+        """Whose limit has passed, and what helps: more time only if the client may have it."""
+        if self.seconds is None:
+            return "send the request again"
+        if self.by_server:
+            return (
+                f"no request to this server may take more than {self.seconds:g} s "
+                "(--request-timeout): ask for fewer tokens"
+            )
+        return (
+            f"the request's own timeout is {self.seconds:g} s: allow more or ask for fewer tokens"
+        )
+
+
 class GenerationBody(_Named):
     """What completions and chat completions share."""
 
@@ -150,11 +174,14 @@ class GenerationBody(_Named):
             raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters", "cache_salt")
         return salt
 
-    def time_limit(self, most: float | None) -> float | None:
-        """Seconds that the request may take, at most those that the server allows; None: any."""
-        if self.timeout is not None and self.timeout <= 0:
-            raise RequestError(f"timeout: {self.timeout:g} s must be above 0", "timeout")
-        return min((t for t in (self.timeout, most) if t is not None), default=None)
+    def time_limit(self, most: float | None) -> TimeLimit:
+        """How long the request may take, at most as long as the server allows."""
+        own = self.timeout
+        if own is not None and own <= 0:
+            raise RequestError(f"timeout: {own:g} s must be above 0", "timeout")
+        if own is not None and (most is None or own < most):
+            return TimeLimit(own, by_server=False)
+        return TimeLimit(most, by_server=True)
 
     @property
     def include_usage(self) -> bool:
@@ -248,6 +275,7 @@ class ChatBody(GenerationBody):
             raise RequestError(
                 f"response_format: {shown(kind)} is not supported yet, only 'text'",
                 "response_format",
+                UNSUPPORTED,
             )
         if self.tool_choice not in (None, "none", "auto") or (
             self.tools and self.tool_choice != "none"
@@ -256,6 +284,7 @@ class ChatBody(GenerationBody):
                 "tool calls are not read from answers yet; with tool_choice='none' the model sees "
                 "the tools and answers in text",
                 "tool_choice" if self.tool_choice else "tools",
+                UNSUPPORTED,
             )
 
 
@@ -315,9 +344,7 @@ def refuse_extras(body: BaseModel) -> None:
         if value is None or name in _HARMLESS or (name in _NEUTRAL and value == _NEUTRAL[name]):
             continue
         if name in _NEUTRAL or name in _UNSUPPORTED:
-            raise RequestError(
-                f"{name} is not supported; leave it out", name, "unsupported_parameter"
-            )
+            raise RequestError(f"{name} is not supported; leave it out", name, UNSUPPORTED)
         short = name[:_SHOWN_CHARS]
         near = difflib.get_close_matches(short, type(body).model_fields, 1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bifolio.cli.listen import bind, is_local, url_of
+from bifolio.cli.listen import bind, is_local, listen, url_of
 from bifolio.errors import ConfigError
 
 
@@ -21,6 +21,32 @@ def test_a_port_in_use_is_refused_with_the_cure() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is taken.*--port 0"):
             bind("127.0.0.1", port)
+
+
+def test_of_two_servers_that_start_at_once_the_second_is_refused_before_either_listens() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is taken"):
+            bind("127.0.0.1", port)
+        listen(first)
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is taken"):
+            bind("127.0.0.1", port)
+
+
+def test_a_server_takes_the_port_of_one_that_has_just_ended_and_keeps_it() -> None:
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    for _ in range(2):  # the second finds the remains of a socket that found some itself
+        with sock:
+            listen(sock)
+            client = socket.create_connection(("127.0.0.1", port))
+            served, _ = sock.accept()
+            served.close()  # first, so that it is this side that waits for stray segments
+            client.close()
+        sock = bind("127.0.0.1", port)
+        with pytest.raises(ConfigError, match="is taken"):
+            bind("127.0.0.1", port)
+    sock.close()
 
 
 def test_clients_are_refused_until_somebody_listens() -> None:

@@ -139,12 +139,14 @@ def test_the_command_line_wins_over_the_file(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "no model given; try `bifolio serve smollm2-135m`"),
+        ([], "no model given; name one on the command line (`bifolio serve smollm2-135m`)"),
         (["m", "--plan", "int3/bf16"], "unknown weight format 'int3'"),
         (["m", "--prefill", "bf16/bf16", "--decode", "bf16/fp8"], "cannot differ"),
         (["m", "--cache-memory", "much"], "cannot read 'much' as a size"),
         (["m", "--port", "70000"], "port"),
         (["m", "--max-num-seqs", "0"], "max_num_seqs"),
+        (["m", "--served-name", ""], "served_name: it is empty"),
+        (["m", "--api-key", ""], "api_keys: an empty key lets everybody in"),
         (["m", "--config", "no-such-file.toml"], "no-such-file.toml"),
     ],
 )

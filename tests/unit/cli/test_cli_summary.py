@@ -4,6 +4,7 @@ import io
 import json
 import shlex
 
+from msgspec import structs
 from rich.console import Console
 
 from bifolio.cli.summary import Summary, curl_line, show
@@ -24,9 +25,12 @@ HELLO = Hello(
 )
 
 
-def summary_of(**options: object) -> Summary:
+SHORTENED = structs.replace(HELLO, model_positions=8192, model_bytes=181 * 2**20)
+
+
+def summary_of(hello: Hello = HELLO, **options: object) -> Summary:
     config: ServerConfig = resolve({"model": "m", **options})
-    return Summary.of(config, HELLO, "http://127.0.0.1:8123", "it's", 1.23456)
+    return Summary.of(config, hello, "http://127.0.0.1:8123", "it's", 1.23456)
 
 
 def test_the_summary_counts_pages_tokens_and_bytes() -> None:
@@ -38,6 +42,8 @@ def test_the_summary_counts_pages_tokens_and_bytes() -> None:
         "kernels": "native avx2, 2 threads",
         "experts": "",
         "max_model_len": 2048,
+        "shortened_from": 0,
+        "cache_bytes_for_all": 0,
         "page_size": 16,
         "pages": 1000,
         "cache_tokens": 16_000,
@@ -87,3 +93,13 @@ def test_people_see_the_model_the_plan_the_cache_and_the_address() -> None:
 
 def test_a_cache_that_is_not_checked_is_shouted() -> None:
     assert "PAGES NOT CHECKED" in shown(summary_of(integrity=False))
+
+
+def test_a_context_that_the_cache_shortens_is_shown_beside_the_models_own() -> None:
+    text = " ".join(shown(summary_of(SHORTENED)).split())
+    assert "2,048 of the 8,192 tokens that the model knows" in text
+    assert "--cache-memory 181MiB" in text
+
+
+def test_a_context_that_was_asked_for_is_not_called_short() -> None:
+    assert "2,048 tokens" in shown(summary_of(SHORTENED, max_model_len=2048))

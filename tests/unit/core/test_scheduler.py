@@ -336,7 +336,7 @@ def test_the_wait_asked_for_follows_the_pace_at_which_requests_end() -> None:
     waits = []
     for i in range(40):
         scheduler.add(ask(f"in{i}", 4, 1))
-        with pytest.raises(OverloadedError) as refused:
+        with pytest.raises(OverloadedError, match=r"^1 request in line already") as refused:
             scheduler.add(ask("out"))
         waits.append(refused.value.retry_after)
         clock.now += 9.0

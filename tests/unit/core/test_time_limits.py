@@ -52,6 +52,14 @@ def test_a_running_request_ends_with_what_it_has_and_its_neighbour_goes_on():
     rig.check_idle()
 
 
+def test_one_token_is_no_plural():
+    clock = Clock()
+    rig = make_rig(clock)
+    rig.add(ask("late", timeout=1.0))
+    run(rig, clock)
+    assert "after 1 token of its answer" in rig.answers["late"].error
+
+
 def test_who_is_late_hears_of_it_before_others_are_computed():
     clock = Clock()
     rig = make_rig(clock)

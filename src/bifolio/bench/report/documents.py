@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.bench.results import KIND, SCHEMA
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 
 _EVAL = "bifolio.eval/"
 
@@ -50,7 +50,7 @@ def read_documents(folder: Path) -> Documents:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            found.skipped.append(f"{name} cannot be read: {error}")
+            found.skipped.append(f"{name} cannot be read: {cause_of(error)}")
             continue
         if isinstance(document, dict) and _sort_in(document, name, found):
             found.files.append(name)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
 from bifolio.evals.items import Item, Task, judge_choice, judge_exact
 from bifolio.evals.tasks.reading import judge_contains, judge_number
 from bifolio.evals.tasks.tool_calls import NO_CALL, judge_calls, measures
@@ -75,7 +75,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line breaks
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         try:
