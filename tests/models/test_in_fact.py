@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf_files import TypeOf, write_gguf
 from layouts import LAYOUTS, quantised
 
 from bifolio.config import EngineConfig
+from bifolio.engine import logs
 from bifolio.engine.engine import Engine
 from bifolio.formats import PrecisionPlan
 from bifolio.testing.tiny import random_weights, tiny_config, write_model, write_weights
@@ -53,3 +57,34 @@ def test_several_formats_are_all_told(tmp_path: Path) -> None:
     write_model(tmp_path, config | {"quantization_config": LAYOUTS[INT4][0]}, tokenizer=False)
     write_weights(tmp_path, quantised(random_weights(config), INT4, r"down_proj")[0])
     assert told(tmp_path) == "weights=bf16+int4:g32,cache=bf16,head=bf16 page=16"
+
+
+@pytest.mark.parametrize(
+    ("type_of", "plan", "types"),
+    [
+        (lambda _: Type.Q5_0, {}, "Q5_0"),
+        (lambda name: Type.Q5_1 if "down" in name else Type.Q4_1, {}, "Q5_1"),
+        (lambda name: Type.Q8_0 if "v_proj" in name else Type.Q4_0, {}, "Q4_0, Q8_0"),
+        (lambda name: Type.Q5_0 if "embed" in name else Type.Q8_0, {}, "Q5_0"),
+        (lambda name: Type.Q5_0 if "embed" in name else Type.Q8_0, {"plan": "head=int8"}, None),
+        (lambda _: Type.Q5_0, {"plan": "int8/bf16"}, None),
+        (lambda _: Type.Q5_0, {"prefill": "int8", "decode": "auto"}, "Q5_0"),
+        (lambda _: Type.Q4_1, {}, None),
+        (lambda _: Type.F16, {}, None),
+    ],
+)
+def test_types_of_a_gguf_file_that_become_bf16_are_told_at_the_start(
+    type_of: TypeOf,
+    plan: dict[str, str],
+    types: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny_config("llama", tie_word_embeddings=True), type_of)
+    logs.configure("info", for_people=False)
+    told(path, **plan)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    events = [line["event"] for line in lines if "kept as bf16" in line["event"]]
+    assert len(events) == (types is not None)
+    assert all(event.startswith(f"weights stored as {types} are kept as bf16") for event in events)

@@ -13,8 +13,8 @@ from typing import Any
 
 from bifolio.config import parse_bytes
 from bifolio.errors import CheckpointError, ConfigError
-from bifolio.formats import BF16, Number, Scaling, WeightFormat
-from bifolio.models.gguf import TYPES, GGUFFile
+from bifolio.formats import BF16, WeightFormat
+from bifolio.models.gguf import KEPT, TYPES, GGUFFile
 from bifolio.models.gguf_spec import gguf_spec
 from bifolio.planner.hardware import Device, find_device
 from bifolio.planner.presets import PRESETS
@@ -93,13 +93,6 @@ def _on_disk(folder: Path) -> tuple[str, ...]:
     return (f"the folder's {len(files)} safetensors files take {size:,} B",)
 
 
-_GGUF_FORMATS = {
-    "Q4_0": WeightFormat(Number.INT4, Scaling.GROUP, 32),
-    "Q4_1": WeightFormat(Number.INT4, Scaling.GROUP, 32, zero_points=True),
-    "Q8_0": WeightFormat(Number.INT8, Scaling.GROUP, 32),
-}
-"""Block types that are kept in their own bits; all others become bf16 at load."""
-
 _GGUF_KINDS = {
     "token_embd": Kind.EMBEDDING,
     "output": Kind.HEAD,
@@ -120,7 +113,7 @@ def _from_gguf(name: str, path: Path) -> PlannedModel:
     for tensor_name, tensor in file.tensors.items():
         part = tensor_name.removesuffix(".weight").rpartition(".")[2]
         if tensor_name.endswith(".weight") and part in _GGUF_KINDS:
-            fmt = _GGUF_FORMATS.get(TYPES[tensor.type].name, BF16)
+            fmt = KEPT.get(TYPES[tensor.type].name, BF16)
             sizes.setdefault(_GGUF_KINDS[part], Counter())[fmt] += tensor.nbytes
     formats = {kind: count.most_common(1)[0][0] for kind, count in sizes.items()}
     mixed = [str(kind) for kind, count in sizes.items() if len(count) > 1]

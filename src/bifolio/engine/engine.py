@@ -83,6 +83,7 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         _warn_of_unit_scales(self.pool)
+        _tell_widened(self.models.widened)
         self.scheduler = Scheduler(self._cache_manager(), limits, self.spec.stop_ids)
         self.runner = ModelRunner(
             _runnable(self.models, self.kernels),
@@ -292,6 +293,15 @@ def _warn_of_unit_scales(pool: KVPool) -> None:
         log.warning(
             "the fp8 cache has no calibrated scales, so 1.0 is used",
             cure="make some with `bifolio calibrate`, or take cache=fp8:token",
+        )
+
+
+def _tell_widened(types: tuple[str, ...]) -> None:
+    if types:
+        log.info(
+            f"weights stored as {', '.join(types)} are kept as bf16, since no format of ours "
+            "holds their matrices as they are",
+            cure="--plan int8 (or another format) takes less memory",
         )
 
 
