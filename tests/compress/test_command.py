@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from bifolio.cli.main import app
@@ -20,3 +21,22 @@ def test_texts_of_unequal_lengths_are_judged_alike(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     distance = json.loads(result.stdout)["distance"]
     assert distance["positions"] > 0 and distance["kl"] > 0
+
+
+@pytest.mark.parametrize("command", ["compress", "calibrate"])
+def test_logs_are_one_json_object_a_line_and_at_most_one_a_second(
+    command: str, tmp_path: Path
+) -> None:
+    source = write_model(tmp_path / "source", tiny_config("llama"))
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"tokens": [5, 6, 7] * 20}) for _ in range(16)))
+    rest = {
+        "compress": [str(tmp_path / "small"), "--calibration", str(text)],
+        "calibrate": ["--data", str(text)],
+    }
+    result = CliRunner().invoke(app, [command, str(source), *rest[command]])
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert {line["event"] for line in lines} == {"progress"}
+    stages = [(line["stage"], line["timestamp"][:19]) for line in lines]
+    assert all(stages.count(stage) <= 2 for stage in stages)  # the last news may follow at once

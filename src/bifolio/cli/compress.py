@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -131,7 +130,7 @@ def _distance(source: ModelSource, target: Path, texts: Texts) -> OutputDistance
     from bifolio.evals.subject import Setup, Subject
     from bifolio.evals.subject import Texts as Tokenizer
 
-    configure("warning")
+    configure("warning")  # the engine need not tell of itself
     pieces = texts.held_out[:: max(1, len(texts.held_out) // _JUDGED)][:_JUDGED]
     size = min(map(len, pieces))  # windows are scored alike
     halves = [(piece[: size // 2], piece[size // 2 : size]) for piece in pieces]
@@ -144,13 +143,15 @@ def _distance(source: ModelSource, target: Path, texts: Texts) -> OutputDistance
 
 
 def reporter() -> Reporter:
-    """Bars on a terminal, log lines elsewhere."""
+    """Bars on a terminal, elsewhere log lines as `serve` writes them."""
     import structlog
     from rich.console import Console
 
     from bifolio.cli.progress import Bars, LogLines
+    from bifolio.engine.logs import configure
 
     screen = Console(stderr=True)
+    configure("info", for_people=screen.is_terminal)
     if screen.is_terminal:
         return Bars(screen)
-    return LogLines(structlog.wrap_logger(structlog.PrintLogger(sys.stderr)).info)
+    return LogLines(structlog.get_logger("bifolio").info)
