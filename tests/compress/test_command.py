@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bifolio.cli.main import app
+from bifolio.models.builtin import BUILTIN, builtin_path
 from bifolio.testing.tiny import tiny_config, write_model
 
 
@@ -40,3 +41,20 @@ def test_logs_are_one_json_object_a_line_and_at_most_one_a_second(
     assert {line["event"] for line in lines} == {"progress"}
     stages = [(line["stage"], line["timestamp"][:19]) for line in lines]
     assert all(stages.count(stage) <= 2 for stage in stages)  # the last news may follow at once
+
+
+@pytest.mark.parametrize("source", ["smollm2-135m", "model.gguf"])
+def test_a_gguf_file_is_refused_dry_or_not(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIFOLIO_HOME", str(tmp_path))
+    path = builtin_path(source) if source in BUILTIN else tmp_path / source
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"GGUF")
+    source = source if source in BUILTIN else str(path)
+    command = ["compress", source, str(tmp_path / "small")]
+    dry, wet = (CliRunner().invoke(app, [*command, *more]) for more in (["--dry-run"], []))
+    assert (dry.exit_code, wet.exit_code) == (2, 2)
+    assert dry.stdout == ""
+    assert dry.stderr == wet.stderr
+    assert f"{source} is a GGUF file" in dry.stderr

@@ -93,7 +93,11 @@ def _recipe(weights: str, method: str, only: str | None, keep: list[str]) -> Rec
 def _forecast(source: str, recipe: Recipe) -> Report:
     from bifolio.cli.plan_model import find_model
     from bifolio.compress.forecast import forecast
+    from bifolio.compress.source import not_from_gguf
+    from bifolio.models.builtin import BUILTIN
 
+    if source in BUILTIN or (source.endswith(".gguf") and Path(source).is_file()):
+        raise not_from_gguf(source)
     model = find_model(source)
     return forecast(model.spec, model.stored, recipe)
 
