@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bifolio.cli.main import app
+from bifolio.compress.texts import LEAST_TOKENS
 from bifolio.models.builtin import BUILTIN, builtin_path
 from bifolio.testing.tiny import tiny_config, write_model
 
@@ -58,3 +59,15 @@ def test_a_gguf_file_is_refused_dry_or_not(
     assert dry.stdout == ""
     assert dry.stderr == wet.stderr
     assert f"{source} is a GGUF file" in dry.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("compress", "--calibration-tokens"), ("calibrate", "--tokens")]
+)
+def test_the_fewest_tokens_of_an_option_are_those_of_a_text(command: str, option: str) -> None:
+    asked = [command, "source", "--data" if command == "calibrate" else "--calibration", "text"]
+    result = CliRunner().invoke(app, [*asked, option, str(LEAST_TOKENS - 1)])
+    assert result.exit_code == 2
+    assert f"equal to {LEAST_TOKENS}" in " ".join(result.stderr.replace("│", " ").split())
+    help_text = CliRunner().invoke(app, [command, "--help"]).stdout
+    assert f"{LEAST_TOKENS:,} in one text" in " ".join(help_text.replace("│", " ").split())

@@ -42,10 +42,14 @@ def compress(
         list[str] | None, typer.Option(help="Modules to leave, such as '*.down_proj'; repeatable.")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="A text, for gptq and awq, and to measure the result.")
+        Path | None,
+        typer.Option(
+            help="A text, for gptq and awq, and to measure the result; 8 pieces of up to 512 "
+            "tokens at least, 4,096 in one text."
+        ),
     ] = None,
     calibration_tokens: Annotated[
-        int, typer.Option(min=1024, help="Tokens of it to calibrate with.")
+        int, typer.Option(min=4096, help="Tokens of it to calibrate with, at most.")
     ] = 32768,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
