@@ -17,6 +17,7 @@ from bifolio.formats import Phase
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.choose import KernelSet, choose
 from bifolio.models.builtin import home
+from bifolio.models.gguf import KEPT
 from bifolio.models.in_fact import FormatsInFact
 from bifolio.models.loader import LoadedModels, load_models
 from bifolio.models.source import resolve_source
@@ -297,10 +298,17 @@ def _warn_of_unit_scales(pool: KVPool) -> None:
 
 
 def _tell_widened(types: tuple[str, ...]) -> None:
-    if types:
+    told = []
+    if without := [name for name in types if name not in KEPT]:
+        told.append(f"weights stored as {', '.join(without)}, which no format of ours holds")
+    if mixed := [name for name in types if name in KEPT]:
+        told.append(
+            f"those stored as {', '.join(mixed)} where one matrix (q, k and v; gate and up) has "
+            "more types"
+        )
+    if told:
         log.info(
-            f"weights stored as {', '.join(types)} are kept as bf16, since no format of ours "
-            "holds their matrices as they are",
+            f"kept as bf16: {'; '.join(told)}",
             cure="--plan int8 (or another format) takes less memory",
         )
 
