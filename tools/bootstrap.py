@@ -6,11 +6,14 @@ so that a second start takes no time. What is missing is said in one line, with 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -19,6 +22,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 INPUTS = ("pyproject.toml", "constraints.txt", "CMakeLists.txt", "csrc/**/*")
 EXTRAS = {"run": "[report]", "dev": "[dev]"}
+LIFE_SECONDS = 15.0
+"""Time between two signs of life."""
 CPP20_PROBE = "#include <concepts>\n#include <span>\nint main() { return 0; }\n"
 
 
@@ -57,10 +62,34 @@ def fingerprint(kind: str) -> str:
     return digest.hexdigest()
 
 
+def compiled(build: Path, since: float) -> str:
+    """`12 of 68 files compiled`, or nothing: what a build folder got since then, of all it has."""
+    total = done = 0
+    for plan in build.glob("cp*/build.ninja"):
+        if plan.stat().st_mtime >= since:
+            total += len(re.findall(r"^build \S+\.o:", plan.read_text(), re.MULTILINE))
+            with contextlib.suppress(FileNotFoundError):  # while the compiler puts them there
+                done += sum(o.stat().st_mtime >= since for o in plan.parent.rglob("*.o"))
+    return f"{done} of {total} files compiled" if done else ""
+
+
+def watch(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process and show now and then that it goes on; its exit status."""
+    wall, began = time.time(), time.monotonic()
+    while True:
+        try:
+            return process.wait(LIFE_SECONDS)
+        except subprocess.TimeoutExpired:
+            parts = (f"{time.monotonic() - began:.0f} s", compiled(ROOT / "build", wall))
+            print(f"  … {', '.join(part for part in parts if part)}", flush=True)
+
+
 def pip(*arguments: str) -> None:
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
     environment = os.environ | {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
-    if subprocess.run(command, check=False, env=environment, cwd=ROOT).returncode:
+    with subprocess.Popen(command, env=environment, cwd=ROOT) as process:
+        status = watch(process)
+    if status:
         sys.exit(
             f"`{' '.join(command)}` failed: the lines above say why; is the registry reachable?"
         )
@@ -79,8 +108,17 @@ def main() -> None:
     if not PYTHON.exists():
         print(f"creating {VENV.relative_to(ROOT)}", flush=True)
         venv.create(VENV, with_pip=True, symlinks=True)
-    print("installing bifolio and what it needs (minutes the first time)", flush=True)
+    print(
+        "1 of 2: downloading and installing torch, some 250 MB; more where the package index has a "
+        "build for GPUs",
+        flush=True,
+    )
     pip("install", "torch==2.13.0")
+    print(
+        "2 of 2: installing what else is needed and compiling the kernels: some 70 C++ files, "
+        "minutes the first time",
+        flush=True,
+    )
     pip("install", "-e", f".{EXTRAS[kind]}")
     if kind == "dev":
         stamps["run"].write_text(fingerprint("run"))

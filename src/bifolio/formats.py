@@ -17,6 +17,7 @@ A group that does not divide the row ends in a short tail: k numbers have ceil(k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from enum import StrEnum
 
 from bifolio.errors import ConfigError
@@ -92,9 +93,7 @@ class WeightFormat:
         """Read a spelling such as `int4:g32:a8`; ConfigError names what is wrong with it."""
         found = _WEIGHT_FORMATS.get(text.strip().lower())
         if found is None:
-            raise ConfigError(
-                f"unknown weight format {text!r}; the formats are {', '.join(_WEIGHT_SPELLINGS)}"
-            )
+            raise ConfigError(f"unknown weight format {text!r}; {_cure(text)}")
         return found
 
     def __str__(self) -> str:
@@ -167,7 +166,25 @@ def _spell_weight_formats() -> dict[str, WeightFormat]:
 
 
 _WEIGHT_FORMATS = _spell_weight_formats()
-_WEIGHT_SPELLINGS = tuple(_WEIGHT_FORMATS)
+
+
+def _cure(text: str) -> str:
+    """What to write instead of a weight format that there is none of."""
+    parts = text.strip().lower().split(":")
+    near = max(_WEIGHT_FORMATS, key=lambda known: _likeness(parts, known))
+    number, _, likeness = _likeness(parts, near)
+    words = [f"did you mean {near}?"] if number or likeness > 0.6 else []
+    if "a8" in parts[1:] and parts[0] not in ("int8", "int4"):
+        words.append(":a8 belongs to int8 and int4;")
+    words.append("formats are such as bf16, fp8, int8, int4:g32:a8, all of them in docs/formats.md")
+    return " ".join(words)
+
+
+def _likeness(parts: list[str], known: str) -> tuple[bool, int, float]:
+    """Whether the number is the same, how many parts are common, how alike the texts are."""
+    others = known.split(":")
+    alike = SequenceMatcher(None, ":".join(parts), known).ratio()
+    return parts[0] == others[0], len({*parts} & {*others}), alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,16 +322,25 @@ def _parse_phase(text: str) -> dict[str, str]:
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value or key not in _PLAN_KEYS:
-            raise ConfigError(
-                f"cannot read {part!r} in the plan {text!r}; "
-                "write weights=…,experts=…,cache=…,head=…,page=…"
-            )
+            raise ConfigError(f"cannot read {part!r} in the plan {text!r}; {_with_keys(text)}")
         if key in found:
             raise ConfigError(f"{key}= stands twice in the plan {text!r}")
         found[key] = value
     if "page" in found and not (found["page"].isdigit() and int(found["page"]) > 0):
         raise ConfigError(f"page={found['page']} in the plan {text!r} is not a number of tokens")
     return found
+
+
+def _with_keys(text: str) -> str:
+    """How a plan is written that mixes both spellings, `weights/cache` and keys."""
+    found = []
+    for part in map(str.strip, text.split(",")):
+        weights, slash, cache = map(str.strip, part.partition("/"))
+        key, equals, _ = (piece.strip() for piece in part.partition("="))
+        if (equals and key not in _PLAN_KEYS) or not weights or (slash and not cache):
+            return "write weights=…,experts=…,cache=…,head=…,page=…"
+        found.append(part if equals else f"weights={weights}" + (slash and f",cache={cache}"))
+    return f"with keys, weights and cache have theirs too: {','.join(found)}"
 
 
 def _phase(side: dict[str, str]) -> PhasePlan:

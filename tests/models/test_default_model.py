@@ -11,6 +11,7 @@ import torch
 from gguf_files import NAMES
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bifolio.cli.plan_model import find_model
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels.decode import decode
 from bifolio.kernels.ops import Weight
@@ -19,6 +20,7 @@ from bifolio.kernels.tensor import QuantTensor
 from bifolio.models.gguf_model import GGUFCheckpoint
 from bifolio.models.loader import LoadedModels, load_models
 from bifolio.models.source import ModelSource, resolve_source
+from bifolio.planner.shapes import Kind
 from bifolio.testing.forward import PagedRun
 
 BOUND = 2e-3
@@ -94,6 +96,13 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(
         step = judge(torch.tensor([[token]]), cache=cache, use_cache=True)
         next_judge = step.logits[0, -1]
         assert (next_ours - next_judge).abs().max() < BOUND
+
+
+def test_it_is_planned_in_the_formats_of_its_file(source: ModelSource) -> None:
+    """The preset, which looks at no file, and the file itself."""
+    preset, file = find_model("smollm2-135m"), find_model(str(source.path))
+    kinds = (Kind.EMBEDDING, Kind.ATTENTION, Kind.DENSE_MLP)
+    assert [preset.stored.kind(k) for k in kinds] == [file.stored.kind(k) for k in kinds]
 
 
 def test_its_bits_are_kept(source: ModelSource, judged: dict[str, torch.Tensor]) -> None:

@@ -55,8 +55,41 @@ def test_spellings_name_formats_one_to_one() -> None:
     "text",
     ["", "int4", "int4:g16", "int4:a8:g32", "fp8:a8", "bf16:a8", "int4:g32:a8:z", "fp4", "auto"],
 )
-def test_an_unknown_weight_format_is_refused_with_the_known_ones(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"unknown weight format .*int4:g32:a8"):
+def test_an_unknown_weight_format_is_refused_with_where_the_known_ones_stand(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown weight format .*int4:g32:a8") as caught:
+        WeightFormat.parse(text)
+    assert str(caught.value).endswith("docs/formats.md")
+    assert len(str(caught.value)) < 170
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("int4", "int4:g32"),
+        ("int4:g33", "int4:g32"),
+        ("int4:a8", "int4:g32:a8"),
+        ("int4:a8:g64", "int4:g64:a8"),
+        ("int4:g64:a8:z", "int4:g64:z:a8"),
+        ("int8:g64", "int8:g32"),
+        ("int9", "int8"),
+        ("fp16", "bf16"),
+        ("BF16:A8", "bf16"),
+        ("fp8:chanel", "fp8:channel"),
+    ],
+)
+def test_the_nearest_weight_format_is_named(text: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {near}\?"):
+        WeightFormat.parse(text)
+
+
+def test_nothing_is_named_where_nothing_is_near() -> None:
+    with pytest.raises(ConfigError, match=r"unknown weight format 'nvfp4x2'; formats are"):
+        WeightFormat.parse("nvfp4x2")
+
+
+@pytest.mark.parametrize("text", ["bf16:a8", "fp8:a8", "fp8:channel:a8"])
+def test_what_has_int8_activations_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match=":a8 belongs to int8 and int4"):
         WeightFormat.parse(text)
 
 
@@ -162,7 +195,10 @@ def test_what_a_plan_leaves_out_is_as_stored_in_bf16_pages_of_16() -> None:
     ("options", "text"),
     [
         ({"plan": "weights=bf16,kv=fp8"}, r"cannot read 'kv=fp8'.*weights=…,experts=…,cache=…"),
-        ({"plan": "fp8,page=32"}, r"cannot read 'fp8'"),
+        ({"plan": "fp8,page=32"}, r"cannot read 'fp8' .*: weights=fp8,page=32$"),
+        ({"plan": "int8/bf16,page=17"}, r"theirs too: weights=int8,cache=bf16,page=17$"),
+        ({"plan": "page=8, int8/bf16"}, r"theirs too: page=8,weights=int8,cache=bf16$"),
+        ({"plan": "int8/,page=17"}, r"write weights=…,experts=…,cache=…"),
         ({"plan": "weights=,cache=fp8"}, r"cannot read 'weights='"),
         ({"plan": "cache=fp8,cache=bf16"}, r"cache= stands twice"),
         ({"plan": "page=0"}, r"page=0 .* not a number of tokens"),

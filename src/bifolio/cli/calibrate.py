@@ -21,11 +21,17 @@ class Per(StrEnum):
 
 def calibrate(
     model: Annotated[Path, typer.Argument(help="A folder in the Hugging Face layout.")],
-    data: Annotated[Path, typer.Option(help="A UTF-8 text, or .jsonl with text or tokens.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="A UTF-8 text, or .jsonl with text or tokens; 8 pieces of up to 512 tokens at "
+            "least, 4,096 in one text."
+        ),
+    ],
     per: Annotated[
         Per, typer.Option(help="What shares a scale: head, or layer as older engines need it.")
     ] = Per.HEAD,
-    tokens: Annotated[int, typer.Option(min=512, help="Tokens of it to run.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=4096, help="Tokens of it to run, at most.")] = 16384,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scales as JSON.")] = False,
 ) -> None:
     """Measure static scales for an fp8 cache and write them into the checkpoint.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,10 +42,14 @@ def compress(
         list[str] | None, typer.Option(help="Modules to leave, such as '*.down_proj'; repeatable.")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="A text, for gptq and awq, and to measure the result.")
+        Path | None,
+        typer.Option(
+            help="A text, for gptq and awq, and to measure the result; 8 pieces of up to 512 "
+            "tokens at least, 4,096 in one text."
+        ),
     ] = None,
     calibration_tokens: Annotated[
-        int, typer.Option(min=1024, help="Tokens of it to calibrate with.")
+        int, typer.Option(min=4096, help="Tokens of it to calibrate with, at most.")
     ] = 32768,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -94,7 +97,11 @@ def _recipe(weights: str, method: str, only: str | None, keep: list[str]) -> Rec
 def _forecast(source: str, recipe: Recipe) -> Report:
     from bifolio.cli.plan_model import find_model
     from bifolio.compress.forecast import forecast
+    from bifolio.compress.source import not_from_gguf
+    from bifolio.models.builtin import BUILTIN
 
+    if source in BUILTIN or (source.endswith(".gguf") and Path(source).is_file()):
+        raise not_from_gguf(source)
     model = find_model(source)
     return forecast(model.spec, model.stored, recipe)
 
@@ -131,7 +138,7 @@ def _distance(source: ModelSource, target: Path, texts: Texts) -> OutputDistance
     from bifolio.evals.subject import Setup, Subject
     from bifolio.evals.subject import Texts as Tokenizer
 
-    configure("warning")
+    configure("warning")  # the engine need not tell of itself
     pieces = texts.held_out[:: max(1, len(texts.held_out) // _JUDGED)][:_JUDGED]
     size = min(map(len, pieces))  # windows are scored alike
     halves = [(piece[: size // 2], piece[size // 2 : size]) for piece in pieces]
@@ -144,13 +151,15 @@ def _distance(source: ModelSource, target: Path, texts: Texts) -> OutputDistance
 
 
 def reporter() -> Reporter:
-    """Bars on a terminal, log lines elsewhere."""
+    """Bars on a terminal, elsewhere log lines as `serve` writes them."""
     import structlog
     from rich.console import Console
 
     from bifolio.cli.progress import Bars, LogLines
+    from bifolio.engine.logs import configure
 
     screen = Console(stderr=True)
+    configure("info", for_people=screen.is_terminal)
     if screen.is_terminal:
         return Bars(screen)
-    return LogLines(structlog.wrap_logger(structlog.PrintLogger(sys.stderr)).info)
+    return LogLines(structlog.get_logger("bifolio").info)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from bifolio.compress.report import Report
 
@@ -39,16 +41,38 @@ def _bytes(report: Report) -> Table:
 
 
 def _errors(report: Report) -> Table:
-    table = _table("relative errors", "layer", "weights", "outputs", "worst channel", "at")
+    measured = any(layer.output is not None for layer in report.layers)
+    names = ["layer", "weights", *(["outputs"] if measured else []), "worst", "in channel"]
+    table = _table("relative errors", *names)
     for layer in report.layers:
-        table.add_row(
+        cells: list[RenderableType] = [
             "-" if layer.layer is None else str(layer.layer),
             f"{layer.frobenius:.4f}",
-            "" if layer.output is None else f"{layer.output:.4f}",
-            f"{layer.worst:.4f}",
-            layer.worst_at,
-        )
+        ]
+        if measured:
+            cells.append("" if layer.output is None else f"{layer.output:.4f}")
+        within = layer.worst_at.removeprefix(f"model.layers.{layer.layer}.")
+        table.add_row(*cells, f"{layer.worst:.4f}", _Ending(within))
     return table
+
+
+class _Ending:
+    """A text on one line that loses its beginning where room is short: its end tells it apart."""
+
+    _LEAST = 12
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_measure__(self, _console: Console, options: ConsoleOptions) -> Measurement:
+        size = min(len(self._text), options.max_width)
+        return Measurement(min(size, self._LEAST), size)
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        text, room = self._text, options.max_width
+        if len(text) > room:
+            text = f"…{text[len(text) - room + 1 :]}"
+        yield Text(text, no_wrap=True, overflow="crop")
 
 
 def _sizes(before: int, after: int) -> tuple[str, str, str]:
@@ -58,9 +82,7 @@ def _sizes(before: int, after: int) -> tuple[str, str, str]:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for name in columns:
-        left = name in ("tensors", "layer", "at")
-        long = name == "at"
-        table.add_column(
-            name, justify="left" if left else "right", no_wrap=not long, overflow="fold"
-        )
+        left = name in ("tensors", "layer", "in channel")
+        gives_way = name == "in channel"
+        table.add_column(name, justify="left" if left else "right", no_wrap=not gives_way)
     return table

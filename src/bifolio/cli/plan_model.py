@@ -6,6 +6,7 @@ No weights are read, only headers, and no torch is loaded.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 
 from bifolio.config import parse_bytes
 from bifolio.errors import CheckpointError, ConfigError, cause_of
-from bifolio.formats import BF16, Number, Scaling, WeightFormat
-from bifolio.models.gguf import TYPES, GGUFFile
+from bifolio.formats import BF16, PrecisionPlan, WeightFormat
+from bifolio.models.gguf import KEPT, TYPES, GGUFFile, GGUFTensor
 from bifolio.models.gguf_spec import gguf_spec
 from bifolio.planner.hardware import Device, find_device
 from bifolio.planner.presets import PRESETS
 from bifolio.planner.shapes import Kind
-from bifolio.planner.storage import Storage, read_checkpoint
+from bifolio.planner.storage import Storage, planned, read_checkpoint
 from bifolio.spec import ModelSpec
 
 
@@ -41,6 +42,10 @@ def find_model(name: str) -> PlannedModel:
     """
     if preset := PRESETS.get(name.lower()):
         spec, stored = read_checkpoint(preset.config)
+        if preset.fetched:
+            fetched = planned(spec, PrecisionPlan.parse(preset.fetched).decode, stored)
+            source = f"as `bifolio serve {name.lower()}` has them; for those published, --plan bf16"
+            stored = replace(fetched, source=source)
         notes = (preset.note,) if preset.note else ()
         return PlannedModel(name.lower(), preset.hub_id, spec, stored, notes)
     path = Path(name).expanduser()
@@ -93,13 +98,6 @@ def _on_disk(folder: Path) -> tuple[str, ...]:
     return (f"the folder's {len(files)} safetensors files take {size:,} B",)
 
 
-_GGUF_FORMATS = {
-    "Q4_0": WeightFormat(Number.INT4, Scaling.GROUP, 32),
-    "Q4_1": WeightFormat(Number.INT4, Scaling.GROUP, 32, zero_points=True),
-    "Q8_0": WeightFormat(Number.INT8, Scaling.GROUP, 32),
-}
-"""Block types that are kept in their own bits; all others become bf16 at load."""
-
 _GGUF_KINDS = {
     "token_embd": Kind.EMBEDDING,
     "output": Kind.HEAD,
@@ -113,19 +111,30 @@ _GGUF_KINDS = {
 }
 """Kinds of matrices by the last part of their name before `.weight`."""
 
+_FUSED = dict.fromkeys(("attn_q", "attn_k", "attn_v"), "qkv")
+_FUSED |= dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up")
+"""Those that are one matrix of a layer when they are served, and so in one format."""
+
 
 def _from_gguf(name: str, path: Path) -> PlannedModel:
     file = GGUFFile(path)
-    sizes: dict[Kind, Counter[WeightFormat]] = {}
+    matrices: dict[tuple[Kind, str], list[GGUFTensor]] = {}
     for tensor_name, tensor in file.tensors.items():
-        part = tensor_name.removesuffix(".weight").rpartition(".")[2]
+        layer, _, part = tensor_name.removesuffix(".weight").rpartition(".")
         if tensor_name.endswith(".weight") and part in _GGUF_KINDS:
-            fmt = _GGUF_FORMATS.get(TYPES[tensor.type].name, BF16)
-            sizes.setdefault(_GGUF_KINDS[part], Counter())[fmt] += tensor.nbytes
+            matrix = (_GGUF_KINDS[part], f"{layer}.{_FUSED.get(part, part)}")
+            matrices.setdefault(matrix, []).append(tensor)
+    sizes: dict[Kind, Counter[WeightFormat]] = {}
+    for (kind, _), tensors in matrices.items():
+        types = {TYPES[tensor.type].name for tensor in tensors}
+        fmt = KEPT.get(types.pop(), BF16) if len(types) == 1 else BF16
+        sizes.setdefault(kind, Counter())[fmt] += sum(math.prod(t.shape) for t in tensors)
     formats = {kind: count.most_common(1)[0][0] for kind, count in sizes.items()}
     mixed = [str(kind) for kind, count in sizes.items() if len(count) > 1]
     notes = [f"the file takes {path.stat().st_size:,} B"]
     if mixed:
         notes.append(f"{', '.join(mixed)}: several formats; the most frequent is counted for all")
-    stored = Storage(tuple(formats.items()), "as in the file; K-quants become bf16")
+    stored = Storage(
+        tuple(formats.items()), "as in the file; types without a format of ours become bf16"
+    )
     return PlannedModel(name, str(path), gguf_spec(file), stored, tuple(notes))

@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Column
 
 LOG_SECONDS = 1.0
-"""Shortest time between two log lines of one stage; its first and last are always written."""
+"""Shortest time between two log lines, but that a new stage is told at once."""
 
 
 class Reporter(Protocol):
@@ -71,14 +71,19 @@ class Bars:
 
 
 class LogLines:
-    """An event `progress` with `stage`, `done` and `total`, not too often."""
+    """An event `progress` with `stage`, `done` and `total`, not too often.
+
+    The last news are written at the end, if they have not been.
+    """
 
     def __init__(
         self, log: Callable[..., Any], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._log = log
         self._clock = clock
-        self._last: dict[str, float] = {}
+        self._stages: set[str] = set()
+        self._last = 0.0
+        self._held: tuple[str, int, int] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -89,11 +94,18 @@ class LogLines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        pass
+        if kind is None and self._held is not None:
+            self._write(*self._held)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = self._clock()
-        last = self._last.get(stage)
-        if last is None or now - last >= LOG_SECONDS or (total and done >= total):
-            self._last[stage] = now
-            self._log("progress", stage=stage, done=done, total=total)
+        if stage not in self._stages or now - self._last >= LOG_SECONDS:
+            self._stages.add(stage)
+            self._last = now
+            self._write(stage, done, total)
+        else:
+            self._held = (stage, done, total)
+
+    def _write(self, stage: str, done: int, total: int) -> None:
+        self._held = None
+        self._log("progress", stage=stage, done=done, total=total)

@@ -23,6 +23,14 @@ from bifolio.models.views import LANGUAGE_MODEL, GateAndUp, plain_view
 _FLOATS = ("F32", "F16", "BF16")
 
 
+def not_from_gguf(name: str) -> ConfigError:
+    """What a GGUF file is refused with."""
+    return ConfigError(
+        f"{name} is a GGUF file; compress reads folders in the Hugging Face layout: give the "
+        "checkpoint that it was made from"
+    )
+
+
 class SourceModel:
     """Implements `models.checkpoint.Checkpoint`, and copies what is not compressed.
 
@@ -32,9 +40,7 @@ class SourceModel:
     def __init__(self, source: ModelSource) -> None:
         """Open a folder in the Hugging Face layout; errors as when a model is loaded."""
         if source.is_gguf:
-            raise ConfigError(
-                f"{source.name} is a GGUF file; compress reads folders in the Hugging Face layout"
-            )
+            raise not_from_gguf(source.name)
         self.path = source.path
         self.spec = source.spec
         self.config: dict[str, Any] = source.config

@@ -17,6 +17,9 @@ PIECE = 512
 _HELD_OUT = 8
 """Of so many pieces one is held out, from the end of the file, to measure the result on."""
 
+LEAST_TOKENS = _HELD_OUT * PIECE
+"""What a text must have, and the fewest that can be asked for."""
+
 _LEAST = 2
 
 
@@ -51,8 +54,8 @@ def read_texts(
     held_out = len(pieces) // _HELD_OUT
     if not held_out:
         raise ConfigError(
-            f"{path} makes {len(pieces)} pieces of {size} tokens; calibration needs {_HELD_OUT}: "
-            "give a longer text"
+            f"{path} makes {len(pieces)} pieces of up to {size} tokens; calibration needs "
+            f"{_HELD_OUT}, some {_HELD_OUT * size:,} tokens: give a longer text"
         )
     usable = pieces[:-held_out]
     wanted = max(1, tokens // (sum(map(len, usable)) // len(usable)))

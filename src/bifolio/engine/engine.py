@@ -17,6 +17,7 @@ from bifolio.formats import Phase
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.choose import KernelSet, choose
 from bifolio.models.builtin import home
+from bifolio.models.gguf import KEPT
 from bifolio.models.in_fact import FormatsInFact
 from bifolio.models.loader import LoadedModels, load_models
 from bifolio.models.source import resolve_source
@@ -85,6 +86,7 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         _warn_of_unit_scales(self.pool)
+        _tell_widened(self.models.widened)
         self.scheduler = Scheduler(self._cache_manager(), limits, self.spec.stop_ids)
         self.runner = ModelRunner(
             _runnable(self.models, self.kernels),
@@ -303,6 +305,22 @@ def _warn_of_unit_scales(pool: KVPool) -> None:
         log.warning(
             "the fp8 cache has no calibrated scales, so 1.0 is used",
             cure="make some with `bifolio calibrate`, or take cache=fp8:token",
+        )
+
+
+def _tell_widened(types: tuple[str, ...]) -> None:
+    told = []
+    if without := [name for name in types if name not in KEPT]:
+        told.append(f"weights stored as {', '.join(without)}, which no format of ours holds")
+    if mixed := [name for name in types if name in KEPT]:
+        told.append(
+            f"those stored as {', '.join(mixed)} where one matrix (q, k and v; gate and up) has "
+            "more types"
+        )
+    if told:
+        log.info(
+            f"kept as bf16: {'; '.join(told)}",
+            cure="--plan int8 (or another format) takes less memory",
         )
 
 

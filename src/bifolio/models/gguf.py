@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.errors import CheckpointError, UnsupportedError, cause_of
+from bifolio.formats import WeightFormat
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -54,6 +55,16 @@ TYPES = {
     30: GGUFType("BF16", 1, 2),
 }
 """Types that can be read, by their number in the file."""
+
+KEPT = {
+    "Q4_0": WeightFormat.parse("int4:g32"),
+    "Q4_1": WeightFormat.parse("int4:g32:z"),
+    "Q8_0": WeightFormat.parse("int8:g32"),
+}
+"""Quantised types whose bits a format of ours holds; all other types become bf16 at load."""
+
+FLOATS = ("F32", "F16", "BF16")
+"""Types that are not quantised."""
 
 
 @dataclass(frozen=True, slots=True)

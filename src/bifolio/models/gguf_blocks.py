@@ -11,12 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bifolio.formats import BF16, FP32, WeightFormat
+from bifolio.formats import BF16, FP32
 from bifolio.kernels.tensor import QuantTensor
-from bifolio.models.gguf import TYPES
-
-_INT4, _INT4_Z = WeightFormat.parse("int4:g32"), WeightFormat.parse("int4:g32:z")
-_INT8 = WeightFormat.parse("int8:g32")
+from bifolio.models.gguf import KEPT, TYPES
 
 
 def read_matrix(raw: Tensor, kind: int, n: int, k: int) -> QuantTensor:
@@ -28,14 +25,14 @@ def read_matrix(raw: Tensor, kind: int, n: int, k: int) -> QuantTensor:
     match name:
         case "Q4_0":
             codes = _pairs_by_half_to_neighbours(blocks[:, 2:]).reshape(n, k // 2)
-            return QuantTensor(_INT4, n, k, codes, _half(blocks, 0).view(n, -1))
+            return QuantTensor(KEPT[name], n, k, codes, _half(blocks, 0).view(n, -1))
         case "Q4_1":
             codes = _pairs_by_half_to_neighbours(blocks[:, 4:]).reshape(n, k // 2)
             scales, offsets = _half(blocks, 0).view(n, -1), _half(blocks, 2).view(n, -1)
-            return QuantTensor(_INT4_Z, n, k, codes, scales, offsets)
+            return QuantTensor(KEPT[name], n, k, codes, scales, offsets)
         case "Q8_0":
             codes = blocks[:, 2:].contiguous().view(torch.int8).view(n, k)
-            return QuantTensor(_INT8, n, k, codes, _half(blocks, 0).view(n, -1))
+            return QuantTensor(KEPT[name], n, k, codes, _half(blocks, 0).view(n, -1))
         case _:
             return QuantTensor(FP32, n, k, read_values(raw, kind).view(n, k))
 

@@ -7,16 +7,17 @@ neighbouring pairs, because ggml rotates those; here that is undone, on quantise
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bifolio.kernels.tensor import QuantTensor
-from bifolio.models.gguf import GGUFFile
+from bifolio.models.gguf import FLOATS, KEPT, TYPES, GGUFFile
 from bifolio.models.gguf_blocks import read_matrix, read_values
 from bifolio.models.gguf_spec import ROPE_FACTORS
+from bifolio.models.tensors import Matrix
 from bifolio.spec import ModelSpec
 
 _GLOBAL_PARTS = {
@@ -71,6 +72,19 @@ class GGUFCheckpoint:
 
     def means_nothing(self, name: str) -> bool:  # noqa: ARG002
         return False
+
+    def widened(self, matrices: Iterable[Matrix]) -> tuple[str, ...]:
+        """Quantised types among these matrices that `auto` cannot keep, so that they become bf16.
+
+        Those of which `KEPT` has no format, and those that share a matrix with another type.
+        """
+        found: set[str] = set()
+        for matrix in matrices:
+            names = (self._stored[f"{part}.weight"] for part, _ in matrix.parts)
+            types = {TYPES[self._file.tensors[name].type].name for name in names}
+            if len(types) > 1 or not types <= KEPT.keys():
+                found |= types.difference(FLOATS)
+        return tuple(sorted(found))
 
     def size(self, name: str) -> int:
         return len(self._file.raw(self._stored[name]))

@@ -28,6 +28,7 @@ from bifolio.models.reader import Progress, WeightReader
 from bifolio.models.shards import SafetensorsFolder
 from bifolio.models.source import ModelSource
 from bifolio.models.stored import StoredWeights
+from bifolio.models.tensors import Matrix, ModelTensors
 from bifolio.models.views import GateAndUp, plain_view
 from bifolio.spec import ModelSpec
 
@@ -65,6 +66,8 @@ class LoadedModels:
     """Those that are mapped from files instead."""
     cache_scales: CacheScales | None = None
     """Static scales that the checkpoint brings for an fp8 cache."""
+    widened: tuple[str, ...] = ()
+    """Quantised types of a GGUF file that became bf16, for want of a format that holds them."""
 
     def phase(self, phase: Phase) -> Model:
         return self.prefill if phase is Phase.PREFILL else self.decode
@@ -113,7 +116,18 @@ def load_models(
         nbytes=reader.nbytes + cos_sin.nbytes,
         experts=mapped,
         cache_scales=scales,
+        widened=_widened(checkpoint, tensors, plan),
     )
+
+
+def _widened(checkpoint: Checkpoint, tensors: ModelTensors, plan: PrecisionPlan) -> tuple[str, ...]:
+    automatic = [side for side in plan.sides if side.weights is None]
+    if not isinstance(checkpoint, GGUFCheckpoint) or not automatic:
+        return ()
+    matrices = [item for item in tensors.all() if isinstance(item, Matrix)]
+    if all(side.head is not None for side in automatic):
+        matrices = [item for item in matrices if item not in (tensors.embedding, tensors.head)]
+    return checkpoint.widened(matrices)
 
 
 def _mapped(folder: Path, source: ModelSource, name: str, ops: Ops, memory: int) -> ExpertFiles:

@@ -36,11 +36,15 @@ _EXPERTS_INT4 = {
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A published model: its hub id, its configuration, and what of it is not counted."""
+    """A published model: its hub id, its configuration, and what of it is not counted.
+
+    `fetched` is set where `bifolio serve` fetches another file by this name: a plan of its formats.
+    """
 
     hub_id: str
     config: dict[str, Any]
     note: str = ""
+    fetched: str = ""
 
 
 def _yarn(factor: float) -> dict[str, Any]:
@@ -223,6 +227,10 @@ PRESETS = {
     ),
     "llama-70b": Preset("meta-llama/Llama-3.3-70B-Instruct", _LLAMA_70B),
     "qwen2.5-0.5b": Preset("Qwen/Qwen2.5-0.5B-Instruct", _QWEN2_5_0_5B),
-    "smollm2-135m": Preset("HuggingFaceTB/SmolLM2-135M-Instruct", _SMOLLM2_135M),
+    "smollm2-135m": Preset(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        _SMOLLM2_135M,
+        fetched="weights=int4:g32:z,head=int8:g32",
+    ),
 }
 """Built-in models by name."""

@@ -187,8 +187,25 @@ def test_a_gguf_file_is_planned_from_its_header(tmp_path: Path) -> None:
     assert any(f"{path.stat().st_size:,} B" in line for line in found["assumptions"])
 
 
-def _write_gguf(path: Path) -> int:
-    """A llama of one layer with Q4_1 matrices and a Q8_0 table; returns the matrices' bytes."""
+def test_a_matrix_of_several_types_is_planned_as_bf16_as_it_is_served(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    _write_gguf(path, finer=("token_embd", "blk.0.attn_v"))
+    found = values("-m", str(path), "-d", "ryzen-7950x", "--input", "100", "--output", "20")
+    numbers = 64 * (64 + 32 + 32 + 64)
+    assert found["phases"]["decode"]["weight_bytes"]["attention"] == 2 * numbers
+
+
+def test_the_default_model_is_planned_as_it_is_served() -> None:
+    options = ("-m", "smollm2-135m", "-d", "epyc-9654", "--cache", "fp8")
+    weights = values(*options)["phases"]["decode"]["weight_bytes"]
+    assert weights["embedding"] == 49152 * 576 * 34 // 32
+    assert weights["dense_mlp"] == 30 * 3 * 1536 * 576 * 20 // 32
+    text = " ".join(run(*options).split())
+    assert "as `bifolio serve smollm2-135m` has them; for those published, --plan bf16" in text
+
+
+def _write_gguf(path: Path, finer: tuple[str, ...] = ("token_embd",)) -> int:
+    """A llama of one layer, Q4_1 matrices but for `finer` ones in Q8_0; the matrices' bytes."""
     hidden, width, vocab = 64, 96, 320
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(512)
@@ -212,7 +229,7 @@ def _write_gguf(path: Path) -> int:
     }
     total = 0
     for name, shape in shapes.items():
-        kind = q8_0 if name == "token_embd" else q4_1
+        kind = q8_0 if name in finer else q4_1
         stored = gguf.quantize(np.zeros(shape, np.float32), kind)
         total += stored.nbytes
         writer.add_tensor(f"{name}.weight", stored, raw_dtype=kind)

@@ -9,7 +9,7 @@ from bifolio.cli.console import bytes_text
 from bifolio.cli.progress import Bars, LogLines
 
 
-def test_log_lines_come_at_most_once_a_second_and_always_first_and_last() -> None:
+def test_log_lines_come_at_most_once_a_second_a_new_stage_at_once_and_the_last_news() -> None:
     now = 0.0
     lines: list[dict[str, Any]] = []
 
@@ -21,9 +21,21 @@ def test_log_lines_come_at_most_once_a_second_and_always_first_and_last() -> Non
         for done in range(1, 13):
             report("load", done, 12)
             now += 0.25
-        report("other", 1, 0)
-    assert [line["done"] for line in lines] == [1, 5, 9, 12, 1]
+        for done in range(3):
+            report("other", done, 0)
+        assert [line["done"] for line in lines] == [1, 5, 9, 0]
+    assert [line["done"] for line in lines] == [1, 5, 9, 0, 2]
     assert lines[0] == {"stage": "load", "done": 1, "total": 12}
+
+
+def test_stages_that_take_turns_share_one_line_a_second() -> None:
+    now = 0.0
+    lines: list[str] = []
+    with LogLines(lambda _event, stage, **_: lines.append(stage), lambda: now) as report:
+        for turn in range(20):
+            report(("prefill", "decode")[turn % 2], turn, 20)
+            now += 0.125
+        assert lines == ["prefill", "decode", "decode", "decode"]
 
 
 def test_bars_show_each_stage_and_are_gone_at_the_end() -> None:
