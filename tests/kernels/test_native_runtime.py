@@ -147,9 +147,9 @@ def test_idle_workers_use_no_processor_time() -> None:
         time.sleep(0.2)
         return time.process_time() - before
 
-    deadline = time.monotonic() + 60
+    start = time.process_time()
     while used() >= 0.02:  # they look out for work a little longer where they have to share a core
-        assert time.monotonic() < deadline, "the workers never sleep"
+        assert time.process_time() - start < 0.5, "the workers do not sleep"
 
 
 def test_arena_memory_is_lent_again_only_after_the_last_view_is_gone() -> None:
