@@ -105,7 +105,7 @@ class Service:
                 "messages",
             )
         messages = read_messages(body.messages or [])
-        size = sum(_MESSAGE_TEXT + len(message["content"]) for message in messages)
+        size = sum(_MESSAGE_TEXT + len(message["content"] or "") for message in messages)
 
         def work() -> list[int]:
             prompt = template.render(

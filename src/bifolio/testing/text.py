@@ -8,6 +8,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from bifolio.engine.chat_template import ChatTemplate, TemplateSource
+from bifolio.engine.text_files import compile_template
 from bifolio.engine.tokenizer import Tokenizer
 
 BOS, EOS, IM_START, IM_END, THINK = range(256, 261)
@@ -65,11 +66,7 @@ def byte_tokenizer(words: Sequence[str] = (), *, add_bos: bool = False) -> Token
 
 def chatml(tokenizer: Tokenizer, text: str = CHATML) -> ChatTemplate:
     """A template over that tokenizer's special tokens."""
-    return ChatTemplate(
-        TemplateSource({"default": text}, "the test"),
-        named=tokenizer.named,
-        special_texts=tokenizer.special_texts,
-    )
+    return compile_template(TemplateSource({"default": text}, "the test"), tokenizer)
 
 
 def _special_ids() -> dict[str, int]:
