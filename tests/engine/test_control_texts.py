@@ -196,6 +196,23 @@ def test_a_template_that_splits_reasoning_off_finds_its_mark():
     assert TOKENIZER.decode(encoded(talk, template)) == "q </think> r|so|"
 
 
+def test_keys_of_the_api_are_kept_where_control_texts_are_spelled_like_them():
+    backend = byte_backend()
+    words = ("name", "function", "arguments", "tool_calls", "content", "type", "city")
+    backend.add_special_tokens([AddedToken(f"<{word}>", special=True) for word in words])
+    tokenizer = Tokenizer(backend, named={})
+    template = compile_template(
+        TemplateSource({"default": "{{ messages | tojson }}"}, "x"), tokenizer
+    )
+    call = {"type": "function", "function": {"name": "name", "arguments": {"city": "name"}}}
+    for arguments in ({}, {"city": "name", "<city>": "<name>"}):
+        call["function"]["arguments"] = arguments
+        talk = [user("name"), {"role": "assistant", "content": "type", "tool_calls": [call]}]
+        prompt = template.render(talk)
+        ids = tokenizer.encode(prompt.text, guard=prompt.guard)
+        assert ids == [*json.dumps(talk).encode()]
+
+
 def test_control_tokens_that_the_template_builds_from_a_role_count():
     backend = byte_backend()
     backend.add_special_tokens(

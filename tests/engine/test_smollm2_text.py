@@ -57,3 +57,13 @@ def test_a_rendered_talk_is_that_of_transformers_but_for_what_the_user_forged(te
     assert ids.count(end) == 4  # a system message, which the template adds, and three of ours
     assert original(expected, add_special_tokens=False)["input_ids"].count(end) == 5
     assert text.tokenizer.stop_ids == {end}
+
+
+def test_the_end_of_a_turn_ends_answers_whatever_the_file_names_as_end_token(smollm2, text):
+    base = text.tokenizer.encode("<|endoftext|>")
+    for named, wanted in (
+        (base, {*base, *text.tokenizer.stop_ids}),
+        ([-1], text.tokenizer.stop_ids),
+    ):
+        metadata = smollm2.gguf.metadata | {"tokenizer.ggml.eos_token_id": named[0]}
+        assert load_text_side(metadata).tokenizer.stop_ids == wanted

@@ -346,10 +346,10 @@ class ChatTemplate:
         self, given: ChatInput, stand_ins: StandIns, generation: bool
     ) -> tuple[str, set[Part]]:
         """The text, with stand-ins in what must not be a control token, and what is not in it."""
-        whole = self._hidden(given, stand_ins, everywhere=False)
         try:
             plain = self._run(given, generation)
-        except RequestError:  # perhaps of a control text that it found
+        except RequestError:  # perhaps since the template found a control text
+            whole = self._hidden(given, stand_ins, everywhere=False)
             plain = stand_ins.plain(self._run(whole, generation, stand_ins))
         hidden = self._hidden(given, stand_ins, everywhere=True)
         tagged = Tagged(hidden, stand_ins, self._untagged)
@@ -367,6 +367,7 @@ class ChatTemplate:
         text = self._run_or_none(hidden, generation, stand_ins)
         if text is not None and stand_ins.plain(text) == plain:
             return text, dropped
+        whole = self._hidden(given, stand_ins, everywhere=False)
         plain = self._run(whole, generation, stand_ins)
         if text is None or self._controls.findall(text) != self._controls.findall(plain):
             raise RequestError(

@@ -35,6 +35,9 @@ _PARSED = re.compile(
 )
 """What parsers of answers look for."""
 
+_KEYS = frozenset(("content", "tool_calls", "function", "name", "arguments"))
+"""Keys of messages and tools that are the API's and not the client's choice."""
+
 
 def control_marks(added: Iterable[str], templates: Collection[str]) -> set[str]:
     """Those of the tokenizer's non-special added tokens that control a conversation.
@@ -100,6 +103,7 @@ class ControlTexts:
         self._heads = {text[:n] for text in texts for n in range(1, len(text))}
         self._tails = {text[n:] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
+        self._joined = "\0".join(texts)
 
     def _touches(self, name: str) -> bool:
         """Whether `name` could be a part of a control text, alone or with its surroundings."""
@@ -123,7 +127,7 @@ class ControlTexts:
             return text
         start = len(text) - len(text.lstrip())
         ends = range(1, min(self._longest, len(core) + 1))
-        is_middle = len(core) < self._longest and any(core in known for known in self._texts)
+        is_middle = len(core) < self._longest and core in self._joined
         before = edge if is_middle or any(core[:n] in self._tails for n in ends) else ""
         after = edge if is_middle or any(core[-n:] in self._heads for n in ends) else ""
         return text[:start] + before + core + after + text[start + len(core) :]
@@ -203,11 +207,14 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of JSON-like data with each text changed, keys of objects included."""
+    """A copy of JSON-like data with each text changed, keys of objects too unless of the API."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_map_texts(k, change): _map_texts(v, change) for k, v in value.items()}
+        return {
+            key if key in _KEYS else change(key): _map_texts(item, change)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_map_texts(item, change) for item in value]
     return value
