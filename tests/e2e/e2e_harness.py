@@ -14,7 +14,7 @@ from bifolio.engine.text_files import TextSide
 from bifolio.serve.app import create_app
 from bifolio.serve.server import Server
 from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
-from bifolio.testing.text import IM_END, byte_tokenizer, chatml
+from bifolio.testing.text import IM_END, InlineText, byte_tokenizer, chatml
 
 KILL, FAULT, HANG = 301, 302, 303
 PATIENCE = 60.0
@@ -94,7 +94,7 @@ async def serving_over(engine_config, factory, text, *, beat_timeout=PATIENCE, *
 async def serving_client(engine, settings, text):
     """A server over an engine, or what acts as one, that has started."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = create_app(engine, text.tokenizer, text.template, settings)
+        app = create_app(engine, text.tokenizer, InlineText(text), settings)
         ready = asyncio.Event()
         server = Server(app, settings, ready.set)
         task = asyncio.create_task(server.serve([listener]))

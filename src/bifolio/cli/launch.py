@@ -29,12 +29,14 @@ from bifolio.config import ServerConfig, size_text
 from bifolio.engine import logs
 from bifolio.engine.client import AsyncEngine
 from bifolio.engine.messages import Loading
-from bifolio.engine.text_files import TextSide, load_text_side
+from bifolio.engine.text_files import load_tokenizer
+from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError
 from bifolio.models.source import ModelSource, resolve_source
 
 if TYPE_CHECKING:
     from bifolio.disagg.router import PoolRouter
+    from bifolio.serve.text_pool import TextPool
 
 log = structlog.get_logger("bifolio")
 
@@ -133,10 +135,14 @@ class _Run:
             engine = self._client(
                 self._config, lambda news: report(news.stage, news.done, news.total)
             )
-            text = await self._start(engine)
+            from bifolio.serve.text_pool import TextPool
+
+            text = TextPool(str(self._source.path), self._config.chat_template)
+            tokenizer = await self._start(engine, text)
         try:
-            await self._answer(engine, text)
+            await self._answer(engine, text, tokenizer)
         finally:
+            await text.stop()
             await engine.stop()
             log.info("stopped")
 
@@ -150,24 +156,29 @@ class _Run:
             self._stop()
         return gone
 
-    async def _start(self, engine: AsyncEngine | PoolRouter) -> TextSide:
-        """Start the engine and meanwhile read the tokenizer; if one fails, the other ends too."""
+    async def _start(self, engine: AsyncEngine | PoolRouter, text: TextPool) -> Tokenizer:
+        """Start the engine and meanwhile the text side; if one fails, the other ends too."""
         starting = asyncio.create_task(engine.start())
         try:
-            text = await asyncio.to_thread(_load_text, self._source, self._config.chat_template)
+            ready = await text.start()
+            tokenizer = await asyncio.to_thread(_load_tokenizer, self._source)
+            tokenizer.stop_ids |= frozenset(ready.stop_ids)
             await starting
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             await engine.stop()
+            await text.stop()
             raise
-        return text
+        return tokenizer
 
-    async def _answer(self, engine: AsyncEngine | PoolRouter, text: TextSide) -> None:
+    async def _answer(
+        self, engine: AsyncEngine | PoolRouter, text: TextPool, tokenizer: Tokenizer
+    ) -> None:
         from bifolio.serve.app import create_app
         from bifolio.serve.server import Server
 
-        app = create_app(engine, text.tokenizer, text.template, self._config)
+        app = create_app(engine, tokenizer, text, self._config)
         server = Server(app, self._config, lambda: self._announce(engine))
         self._stop = server.stop
         watch = asyncio.create_task(_watch(engine))
@@ -260,9 +271,9 @@ async def _watch(engine: AsyncEngine | PoolRouter) -> None:
             healthy = True
 
 
-def _load_text(source: ModelSource, chat_template: str) -> TextSide:
-    """Read tokenizer and template, and import the API, which takes about as long."""
+def _load_tokenizer(source: ModelSource) -> Tokenizer:
+    """Read the tokenizer, which a text process has tried, and import the API meanwhile."""
     import bifolio.serve.app
     import bifolio.serve.server  # noqa: F401
 
-    return load_text_side(source.gguf.metadata if source.is_gguf else source.path, chat_template)
+    return load_tokenizer(source.gguf.metadata if source.is_gguf else source.path)

@@ -39,18 +39,21 @@ def load_text_side(source: Path | Mapping[str, Any], chat_template: str = "") ->
     `chat_template` is a file, or a template's text, that goes before the model's own.
     CheckpointError and ConfigError name the file at fault.
     """
-    if isinstance(source, Path):
-        tokenizer = tokenizer_from_folder(source)
-        found = _template_in_folder(source)
-    else:
-        tokenizer = tokenizer_from_gguf(source)
-        found = _template_in_gguf(source)
+    tokenizer = load_tokenizer(source)
+    found = _template_in_folder(source) if isinstance(source, Path) else _template_in_gguf(source)
     if chat_template:
         found = _given_template(chat_template)
     template = None
     if found is not None:
         template = ChatTemplate(found, named=tokenizer.named, special_texts=tokenizer.special_texts)
     return TextSide(tokenizer, template)
+
+
+def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer alone; errors as of `load_text_side`."""
+    return (
+        tokenizer_from_folder(source) if isinstance(source, Path) else tokenizer_from_gguf(source)
+    )
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,33 +18,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from bifolio import __version__
 from bifolio.config import ServerConfig
 from bifolio.disagg.router import PoolRouter
-from bifolio.engine.chat_template import ChatTemplate
 from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
-from bifolio.errors import BifolioError, EngineDeadError, RequestError
+from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, RequestError
 from bifolio.serve.admin import PREFIX as ADMIN
 from bifolio.serve.admin import add_admin
 from bifolio.serve.chat import chat
 from bifolio.serve.completions import complete
 from bifolio.serve.failures import MODEL_NOT_FOUND, Failure, failure_of
 from bifolio.serve.metrics import CONTENT_TYPE
-from bifolio.serve.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    parse_body,
-    refuse_extras,
-    shown,
-)
+from bifolio.serve.prepare import BODIES, Prepared, Route
+from bifolio.serve.protocol import shown
 from bifolio.serve.service import Service
 from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
+from bifolio.serve.text_pool import TextService
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key: they show nothing of requests."""
 
-Body = TypeVar("Body", bound=BaseModel)
-Answer = Callable[[Service, Body, Request], Awaitable[Response]]
+MAX_BODY_BYTES = 64 * 2**20
+"""Most bytes of all bodies that are being received or prepared."""
+
+Answer = Callable[[Service, Prepared, Request], Awaitable[Response]]
 
 
 class Gate:
@@ -80,30 +75,60 @@ class Gate:
         return False
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, or an HTTPException of status 413 as soon as it is longer than `limit` bytes."""
-    too_long = HTTPException(413, f"the body is longer than {limit} bytes")
-    if int(request.headers.get("content-length", 0)) > limit:
-        raise too_long
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
+class BodyReader:
+    """Reads bodies, and bounds the bytes of all that wait to be prepared."""
+
+    def __init__(self, most: int = MAX_BODY_BYTES) -> None:
+        self._left = most
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request, limit: int) -> AsyncIterator[bytes]:
+        """The body, held until the context ends.
+
+        HTTPException of status 413 as soon as it is longer than `limit` bytes; OverloadedError
+        when all bodies together take more than the server holds.
+        """
+        too_long = HTTPException(413, f"the body is longer than {limit} bytes")
+        if _content_length(request) > limit:
             raise too_long
-    return bytes(data)
+        data = bytearray()
+        try:
+            async for chunk in request.stream():
+                if len(chunk) > self._left:
+                    raise OverloadedError(
+                        "the server is reading too many large requests; try again later", 1.0
+                    )
+                data += chunk
+                self._left -= len(chunk)
+                if len(data) > limit:
+                    raise too_long
+            yield bytes(data)
+        finally:
+            self._left += len(data)
+
+
+def _content_length(request: Request) -> int:
+    try:
+        return int(request.headers.get("content-length", 0))
+    except ValueError:
+        raise HTTPException(400, "the Content-Length header is not a number") from None
 
 
 def create_app(
     engine: EngineClient,
     tokenizer: Tokenizer,
-    template: ChatTemplate | None,
+    text: TextService,
     config: ServerConfig,
 ) -> FastAPI:
-    """The API over an engine that has started. `app.state.service` holds its state."""
-    service = Service(engine, tokenizer, template, config)
+    """The API over an engine that has started. `app.state.service` holds its state.
+
+    `text` reads bodies; `tokenizer` is for answers.
+    """
+    service = Service(engine, tokenizer, text, config)
     # The pages that FastAPI would show load scripts from elsewhere.
     app = FastAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.state.bodies = BodyReader()
     app.add_middleware(Gate, keys=config.api_keys)
     _add_failures(app)
     _add_generation(app, service)
@@ -138,16 +163,17 @@ def _add_failures(app: FastAPI) -> None:
     app.add_exception_handler(Exception, on_error)
 
 
-def _add_route(
-    app: FastAPI, service: Service, path: str, kind: type[Body], answer: Answer[Body]
-) -> None:
-    """POST `path` with a JSON body of `kind`, read by ourselves for the sake of its errors."""
+def _add_route(app: FastAPI, service: Service, path: str, route: Route, answer: Answer) -> None:
+    """POST `path` with a JSON body, read by ourselves for the sake of its errors."""
 
     async def handler(request: Request) -> Response:
-        data = await read_body(request, service.config.max_request_bytes)
-        return await answer(service, parse_body(kind, data), request)
+        service.check_open(None)
+        async with bodies.read(request, service.config.max_request_bytes) as data:
+            prepared = await service.prepare(route, data, request)
+        return await answer(service, prepared, request)
 
-    schema = _inlined(kind.model_json_schema())
+    bodies: BodyReader = app.state.bodies
+    schema = _inlined(BODIES[route].model_json_schema())
     app.add_api_route(
         path,
         handler,
@@ -175,41 +201,31 @@ def _inlined(schema: dict[str, Any]) -> Any:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    _add_route(app, service, "/v1/chat/completions", ChatBody, chat)
-    _add_route(app, service, "/v1/completions", CompletionBody, complete)
+    _add_route(app, service, "/v1/chat/completions", Route.CHAT, chat)
+    _add_route(app, service, "/v1/completions", Route.COMPLETION, complete)
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
-    async def tokenize(service: Service, body: TokenizeBody, request: Request) -> Response:
+    async def tokenize(service: Service, prepared: Prepared, request: Request) -> Response:
         del request
-        service.check_open(body.model)
-        refuse_extras(body)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("send either prompt or messages", "prompt")
-        if body.prompt is not None:
-            add = body.add_special_tokens is not False
-            ids = await service.encode(body.prompt, add_special_tokens=add)
-        else:
-            ids = await service.encode_chat(body)
-        names = [service.tokenizer.token_text(i) for i in ids]
+        service.check_open(prepared.body(Route.TOKENIZE).model)
+        ids = prepared.prompts[0].ids
         return _json(
             {
                 "count": len(ids),
                 "max_model_len": service.engine.hello.max_model_len,
                 "tokens": ids,
-                "token_strs": names if body.return_token_strs else None,
+                "token_strs": prepared.names,
             }
         )
 
-    async def detokenize(service: Service, body: DetokenizeBody, request: Request) -> Response:
+    async def detokenize(service: Service, prepared: Prepared, request: Request) -> Response:
         del request
-        service.check_open(body.model)
-        refuse_extras(body)
-        ids = service.check_ids(body.tokens, "tokens")
-        return _json({"prompt": service.tokenizer.decode(ids)})
+        service.check_open(prepared.body(Route.DETOKENIZE).model)
+        return _json({"prompt": prepared.text})
 
-    _add_route(app, service, "/tokenize", TokenizeBody, tokenize)
-    _add_route(app, service, "/detokenize", DetokenizeBody, detokenize)
+    _add_route(app, service, "/tokenize", Route.TOKENIZE, tokenize)
+    _add_route(app, service, "/detokenize", Route.DETOKENIZE, detokenize)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -13,16 +13,17 @@ from starlette.responses import Response
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, collect
+from bifolio.serve.prepare import Prepared, Route
 from bifolio.serve.protocol import ChatBody
 from bifolio.serve.service import Service, session_of
 from bifolio.serve.streams import EventStream, while_connected
 
 
-async def chat(service: Service, body: ChatBody, request: Request) -> Response:
+async def chat(service: Service, prepared: Prepared, request: Request) -> Response:
     """Answer a conversation, whole or as a stream of chunks."""
+    body: ChatBody = prepared.body(Route.CHAT)
     service.check_open(body.model)
-    body.refuse_extras()
-    prompt = await service.encode_chat(body)
+    prompt = prepared.prompts[0].ids
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = service.answer_length(prompt, getattr(body, param), "messages", param)
     envelope = Envelope(

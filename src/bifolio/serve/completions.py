@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -14,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bifolio.engine.tokenizer import Tokenizer
-from bifolio.errors import RequestError
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
-from bifolio.serve.protocol import MAX_CHOICES, CompletionBody, checked_logprobs, shown
+from bifolio.serve.prepare import EncodedPrompt, Prepared, Route
+from bifolio.serve.protocol import CompletionBody, checked_logprobs
 from bifolio.serve.service import Service, session_of
 from bifolio.serve.streams import EventStream, while_connected
 
@@ -26,59 +24,22 @@ DEFAULT_MAX_TOKENS = 16
 """The OpenAI API's own default."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """Ids of a prompt; the first `added` of them are not in its text but the tokenizer's."""
-
-    ids: list[int]
-    added: int = 0
-
-
-async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
+async def complete(service: Service, prepared: Prepared, request: Request) -> Response:
     """Continue prompts, whole or as a stream of chunks."""
+    body: CompletionBody = prepared.body(Route.COMPLETION)
     service.check_open(body.model)
-    body.refuse_extras()
-    prompts = await _read_prompts(service, body)
-    answer = _Answer(service, body, prompts, session_of(request.headers))
+    answer = _Answer(service, body, prepared.prompts, session_of(request.headers))
     if body.stream:
         return EventStream(answer.events())
     found = await while_connected(request.receive, answer.collect())
     return Response(found, media_type="application/json")
 
 
-async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
-    prompt = body.prompt
-    one = isinstance(prompt, str) or (
-        isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
-    )
-    if one:
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError(
-            "prompt: must be a text, token ids, or a list that is not empty of either", "prompt"
-        )
-    if len(prompt) > MAX_CHOICES:
-        raise RequestError(f"prompt: {len(prompt)} are more than {MAX_CHOICES}", "prompt")
-    add = body.add_special_tokens is not False
-    found = []
-    for item in prompt:
-        if isinstance(item, str):
-            service.check_chars(item, "prompt")
-            ids = await service.encode(item, add_special_tokens=add)
-            found.append(_Prompt(ids, len(service.tokenizer.prefix) if add else 0))
-        elif isinstance(item, list):
-            found.append(_Prompt(service.check_ids(item, "prompt")))
-        else:
-            raise RequestError(f"prompt: {shown(item)} is neither a text nor token ids", "prompt")
-        await asyncio.sleep(0)  # each is quickly read; all together must not hold up the streams
-    return found
-
-
 class _Answer:
     """The answer to one request."""
 
     def __init__(
-        self, service: Service, body: CompletionBody, prompts: list[_Prompt], session: str
+        self, service: Service, body: CompletionBody, prompts: list[EncodedPrompt], session: str
     ) -> None:
         self._body = body
         self._tokenizer = service.tokenizer
@@ -211,7 +172,7 @@ def _chunk(piece: Piece, text: str, logprobs: bytes) -> bytes:
 class _Choice:
     """One answer; counts the characters so that each token has its offset in the text."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: _Prompt, index: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: EncodedPrompt, index: int) -> None:
         self.index = index
         self.echoed = False
         self._tokenizer = tokenizer
