@@ -134,6 +134,7 @@ class TextPool:
         self._workers: list[_Worker] = []
         self._waiting: deque[_Waiting] = deque()
         self._starts: set[asyncio.Task[None]] = set()
+        self._ending: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
     async def start(self) -> TextReady:
@@ -153,16 +154,18 @@ class TextPool:
     async def stop(self) -> None:
         """End the processes; jobs that wait raise EngineDeadError."""
         self._stopped = True
-        for task in self._starts:
+        starts = list(self._starts)
+        for task in starts:
             task.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.kill()
             if worker.task is not None:
                 worker.task.cancel()
         self._refuse_waiting("the server is shutting down")
-        for worker in workers:
-            await asyncio.to_thread(worker.process.wait)
+        for process in self._ending.union(worker.process for worker in workers):
+            await asyncio.to_thread(process.wait)
 
     async def prepare(self, route: Route, data: bytes, limits: TextLimits, client: str) -> Prepared:
         """Read a body. Cancelling this ends the job, running or not.
@@ -230,6 +233,7 @@ class TextPool:
         if worker.task is not None:
             worker.task.cancel()
         worker.kill()
+        self._ending.add(worker.process)
         self._start_another(worker)
 
     def _start_another(self, old: _Worker | None = None) -> None:
@@ -242,6 +246,7 @@ class TextPool:
     async def _replace(self, old: _Worker | None) -> None:
         if old is not None:
             await asyncio.to_thread(old.process.wait)
+            self._ending.discard(old.process)
         for attempt in range(_RESTARTS):
             try:
                 await self._add()
@@ -260,27 +265,26 @@ class TextPool:
             process = _spawn(theirs)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         worker = _Worker(process, reader, writer)
+        ready: TextMessage | None = None
         try:
             worker.send(self._order)
             async with asyncio.timeout(self._start_seconds):
                 ready = await worker.receive()
         except TimeoutError:
-            worker.kill()
             raise ConfigError(
                 f"the tokenizer or the chat template of {self._order.path} did not load within "
                 f"{self._start_seconds:g} s; give another template with --chat-template"
             ) from None
         except EOFError:
-            status = await asyncio.to_thread(process.wait)
             raise ConfigError(
                 f"the tokenizer or the chat template of {self._order.path} cannot be loaded: the "
-                f"process that reads them ended with status {status}"
+                f"process that reads them ended with status {process.wait()}"
             ) from None
-        except BaseException:
-            worker.kill()
-            raise
+        finally:
+            if not isinstance(ready, TextReady):
+                worker.kill()
+                process.wait()
         if isinstance(ready, TextFailed):
-            worker.kill()
             raise _error(ready)
         assert isinstance(ready, TextReady)
         self._workers.append(worker)
