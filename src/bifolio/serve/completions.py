@@ -18,6 +18,7 @@ from bifolio.errors import RequestError
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
+from bifolio.serve.middleware import answer_id
 from bifolio.serve.protocol import MAX_CHOICES, CompletionBody, checked_logprobs, shown
 from bifolio.serve.service import Service, session_of
 from bifolio.serve.streams import EventStream, while_connected
@@ -39,7 +40,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     service.check_open(body.model)
     body.refuse_extras()
     prompts = await _read_prompts(service, body)
-    answer = _Answer(service, body, prompts, session_of(request.headers))
+    answer = _Answer(service, body, prompts, request)
     if body.stream:
         return EventStream(answer.events())
     found = await while_connected(request.receive, answer.collect())
@@ -78,7 +79,7 @@ class _Answer:
     """The answer to one request."""
 
     def __init__(
-        self, service: Service, body: CompletionBody, prompts: list[_Prompt], session: str
+        self, service: Service, body: CompletionBody, prompts: list[_Prompt], request: Request
     ) -> None:
         self._body = body
         self._tokenizer = service.tokenizer
@@ -102,7 +103,9 @@ class _Answer:
                     stop_ids=service.tokenizer.stop_ids,
                 )
             )
-        self._envelope = Envelope("cmpl", "text_completion", service.model, service.fingerprint)
+        self._envelope = Envelope(
+            answer_id(request, "cmpl"), "text_completion", service.model, service.fingerprint
+        )
         self._generation = Generation(
             request_id=self._envelope.id,
             engine=service.engine,
@@ -111,7 +114,7 @@ class _Answer:
             body=body,
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
-            session=session,
+            session=session_of(request.headers),
             limit=body.time_limit(service.config.request_timeout),
         )
         self._choices = [
@@ -147,6 +150,9 @@ class _Answer:
         pending: dict[int, list[Piece]] = {}
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
+                if piece.is_admission:
+                    yield b""  # the headers
+                    continue
                 choice = self._choices[piece.choice]
                 text = piece.text
                 blocks = []
