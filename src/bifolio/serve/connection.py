@@ -172,6 +172,8 @@ class Connection(HttpToolsProtocol):
         """What is wrong with the request that is being parsed."""
         self._deaf = False
         """Nothing that comes is parsed any more."""
+        self._framing = b""
+        """Headers that say how long a body is that the parser leaves out."""
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────
 
@@ -239,17 +241,27 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._unparsed_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # The request was answered as if nothing but HTTP/1.1 had been offered; what follows it
-            # the parser does not read.
-            self.cycle.keep_alive = False
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                self._read_on(data[offer.args[0] :])
         except httptools.HttpParserError:
             if not self._deaf:
                 self._refuse(self._failure or _MALFORMED)
         else:
             if self._unparsed_bytes > self._limits.header_bytes:
                 self._refuse(self._too_large())
+
+    def _read_on(self, data: bytes) -> None:
+        """Read the body of a request that offers another protocol, which the parser leaves out.
+
+        The offer is not taken. Java's HTTP client sends its first request like this.
+        """
+        self.cycle.keep_alive = False
+        framing, self._framing = self._framing, b""
+        if framing:
+            self.parser = httptools.HttpRequestParser(_BodyOf(self))
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n" + data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -282,6 +294,10 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             raise ValueError("requests are not pipelined")
         self._body_began, self._body_bytes = self._active_at, 0
+        if self.parser.should_upgrade():
+            self._framing = b"".join(
+                b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING
+            )
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -290,6 +306,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._framing:
+            return  # for `_read_on` to go on with
         self._body_began = None
         self._discarding_since = None
         super().on_message_complete()
@@ -358,6 +376,15 @@ class Connection(HttpToolsProtocol):
         )
 
 
+class _BodyOf:
+    """Hears of nothing but the body of a request."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.on_body = connection.on_body
+        self.on_message_complete = connection.on_message_complete
+
+
+_FRAMING = (b"content-length", b"transfer-encoding")
 _MALFORMED = Failure(
     400, "invalid_request_error", "this is not a valid HTTP request", code="malformed_request"
 )
