@@ -142,6 +142,14 @@ class ServerConfig(_Frozen):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may give as `Host`, besides localhost and addresses; `*`: any."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of the pages that may use the server from a browser; `*`: any."""
+    max_connections: int = Field(default=0, ge=0)
+    """Open at a time; 0: twice what the queue holds, at least 4,096, as far as files allow."""
+    max_connections_per_address: int = Field(default=0, ge=0)
+    """Of one client address; 0: half of all."""
     admin_key: str = ""
     """Lets its owner look at and change the workers of two pools; empty: nobody."""
     served_name: str = ""
@@ -158,12 +166,36 @@ class ServerConfig(_Frozen):
             raise ValueError("it is empty; give a value, or leave it out")
         return value
 
+    @field_validator("cors_origins", mode="after")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not re.fullmatch(r"\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+/?", origin):
+                raise ValueError(f"{origin!r}: expected * or SCHEME://HOST[:PORT]")
+        return tuple(origin.removesuffix("/").lower() for origin in origins)
+
+    @field_validator("allowed_hosts", mode="after")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not re.fullmatch(r"\*|[^\s:/*]+", host):
+                raise ValueError(f"{host!r}: expected * or a name without a port")
+        return tuple(host.lower() for host in hosts)
+
     @field_validator("api_keys", mode="after")
     @classmethod
     def _keep_out(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         if not all(key.strip() for key in keys):
             raise ValueError("an empty key lets everybody in; give a value, or leave it out")
         return keys
+
+    @property
+    def queue_size(self) -> int:
+        """Requests that may run or wait at a time, in all workers."""
+        if self.pools is None:
+            return self.engine.max_waiting + self.engine.max_num_seqs
+        waiting = self.engine.max_waiting * self.pools.prefill_workers
+        return waiting + self.pools.decode.max_num_seqs * self.pools.decode_workers
 
 
 def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
@@ -181,7 +213,7 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
                 f"cannot read the configuration file {file}: {cause_of(error)}"
             ) from error
     given = {key: value for key, value in options.items() if value is not None}
-    merged = _with_api_keys(merged) | _with_api_keys(given)
+    merged = _with_lists(merged) | _with_lists(given)
     _check_keys(merged, _KEYS)
     if not merged.get("model"):
         raise ConfigError(
@@ -207,15 +239,21 @@ _KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_
 _KEYS -= {"engine"}
 
 
-def _with_api_keys(given: dict[str, Any]) -> dict[str, Any]:
-    """`api_key`, which is how the option is called, as the list that it stands for."""
-    if "api_key" not in given:
-        return given
-    if "api_keys" in given:
-        raise ConfigError('api_key and api_keys: give one of them, such as api_keys = ["…", "…"]')
-    key = given["api_key"]
-    rest = {name: value for name, value in given.items() if name != "api_key"}
-    return rest | {"api_keys": [key] if isinstance(key, str) else key}
+_LISTS = {"api_key": "api_keys", "cors_origin": "cors_origins", "allowed_host": "allowed_hosts"}
+"""Options that may be repeated, and the list that each stands for."""
+
+
+def _with_lists(given: dict[str, Any]) -> dict[str, Any]:
+    """Keys as the options are called (`api_key`) as the lists that they stand for."""
+    merged = dict(given)
+    for one, many in _LISTS.items():
+        if one not in given:
+            continue
+        if many in given:
+            raise ConfigError(f'{one} and {many}: give one of them, such as {many} = ["…", "…"]')
+        value = merged.pop(one)
+        merged[many] = [value] if isinstance(value, str) else value
+    return merged
 
 
 def _check_keys(given: Collection[str], known: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """Workers without processes: a test says, attempt by attempt, what a pair does with a request."""
 
 import asyncio
+import contextlib
 
 from bifolio.config import EngineConfig
 from bifolio.disagg.fleet import Fleet
@@ -51,7 +52,13 @@ class FakeEngine:
 
     def generate(self, request):
         self.requests.append(request)
-        return self._say(request.id, request)
+        return self._admit(request)
+
+    async def _admit(self, request):
+        yield Output(id=request.id)
+        async with contextlib.aclosing(self._say(request.id, request)) as outputs:
+            async for output in outputs:
+                yield output
 
     def follow(self, request_id):
         return self._say(request_id, None)

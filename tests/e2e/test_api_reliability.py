@@ -25,7 +25,8 @@ LASTING = SLOW | {"max_model_len": 100_000}
 
 def raw_request(path, body, headers=""):
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+    headers = f"Host: localhost\r\nContent-Length: {len(data)}\r\n{headers}"
+    head = f"POST {path} HTTP/1.1\r\n{headers}\r\n"
     return head.encode() + data
 
 
@@ -106,7 +107,7 @@ async def test_a_body_that_is_too_long_is_refused_before_it_is_read():
         response = await server.http.post("/v1/completions", content=chunks())
         assert response.status_code == 413
         reader, writer = await connect(server)
-        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
+        writer.write(b"POST /tokenize HTTP/1.1\r\nContent-Length: 9999999999\r\n\r\n")
         assert b" 413 " in await asyncio.wait_for(reader.readline(), PATIENCE)
         writer.close()
         assert (await server.post("/tokenize", prompt="a")).status_code == 200
@@ -230,13 +231,15 @@ async def test_handlers_cancelled_at_random_moments_leave_nothing_behind():
         assert "bifolio_frontend_open_requests 0.0" in metrics
 
 
-async def test_an_error_before_the_first_token_is_a_status_and_a_later_one_an_event():
+async def test_an_error_of_a_stream_is_an_event_and_of_a_whole_answer_a_status():
     async with serving(default_script(**SLOW)) as server:
         body = {"model": "tiny", "prompt": [FAULT, 97], "temperature": 0}
-        for stream in (False, True):
-            response = await server.post("/v1/completions", **body, stream=stream)
-            assert response.status_code == 500
-            assert response.json()["error"]["code"] == "cache_integrity"
+        response = await server.post("/v1/completions", **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "cache_integrity")
+        response = await server.post("/v1/completions", **body, stream=True)
+        assert response.status_code == 200
+        error = json.loads(response.text.removeprefix("data: "))["error"]
+        assert error["code"] == "cache_integrity"
         body["prompt"] = [97, 98] * 10 + [FAULT]
         body["max_tokens"] = 100
         response = await server.post("/v1/completions", **body)

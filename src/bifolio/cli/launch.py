@@ -21,7 +21,7 @@ import uvloop
 from rich.console import Console
 
 from bifolio.cli.fit import check_fit
-from bifolio.cli.listen import bind, is_local, listen, refused, url_of
+from bifolio.cli.listen import bind, is_local, listen, raise_open_files, refused, url_of
 from bifolio.cli.machine import read_limits
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
@@ -60,6 +60,7 @@ def launch(
     screen = Console(stderr=True, highlight=False)
     logs.configure(config.engine.log_level, for_people=screen.is_terminal)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    raise_open_files()
     if until_stdin_closes:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     with bind(config.host, config.port) as sock:
@@ -216,6 +217,11 @@ class _Run:
             log.warning("cache pages are not checked", cure="leave --no-integrity out")
         if not self._config.api_keys and not is_local(self._sock):
             log.warning("whoever reaches this address can use it", cure="set BIFOLIO_API_KEY")
+        if not self._config.api_keys and "*" in self._config.cors_origins:
+            log.warning(
+                "any web page that a user of this network opens can use this server",
+                cure="name the origins with --cors-origin, or set BIFOLIO_API_KEY",
+            )
         if self._config.admin_key and self._config.pools is None:
             log.warning("one engine has no workers to administer", cure="leave --admin-key out")
 

@@ -163,6 +163,44 @@ ApiKeys = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        help="Host name that requests to a loopback address may use; may be repeated, * for any.",
+        metavar="NAME",
+        show_default="localhost and addresses; any with an API key",
+        rich_help_panel=NETWORK,
+    ),
+]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin",
+        help="Origin of web pages that may use the server; may be repeated, * for any.",
+        metavar="ORIGIN",
+        show_default="none; pages of this machine with an API key",
+        rich_help_panel=NETWORK,
+    ),
+]
+MaxConnections = Annotated[
+    int | None,
+    _option(
+        LIMITS,
+        "Connections at a time; more get HTTP 503. 0: twice the queue, 4096 or more.",
+        "0",
+        "N",
+    ),
+]
+MaxConnectionsPerAddress = Annotated[
+    int | None,
+    _option(
+        LIMITS,
+        "Connections of one client address; more get HTTP 429. 0: half of all.",
+        "0",
+        "N",
+    ),
+]
 AdminKey = Annotated[
     str | None,
     typer.Option(
@@ -231,6 +269,10 @@ def serve(
     host: Host = None,
     port: Port = None,
     api_keys: ApiKeys = None,
+    allowed_hosts: AllowedHosts = None,
+    cors_origins: CorsOrigins = None,
+    max_connections: MaxConnections = None,
+    max_connections_per_address: MaxConnectionsPerAddress = None,
     admin_key: AdminKey = None,
     served_name: ServedName = None,
     chat_template: ChatTemplate = None,
@@ -281,6 +323,10 @@ def serve(
         "port": port,
         "admin_key": admin_key or None,
         "api_keys": tuple(api_keys) if api_keys else None,
+        "allowed_hosts": tuple(allowed_hosts) if allowed_hosts else None,
+        "cors_origins": tuple(cors_origins) if cors_origins else None,
+        "max_connections": max_connections,
+        "max_connections_per_address": max_connections_per_address,
         "served_name": served_name,
         "chat_template": chat_template,
         "drain_seconds": drain_seconds,

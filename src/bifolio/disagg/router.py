@@ -185,6 +185,7 @@ class PoolRouter:
         assert not set(ids) & set(self._open), "a request with this id is open"
         self._open |= dict.fromkeys(ids, news)
         tasks = {r.id: asyncio.create_task(self._serve(r, news)) for r in requests}
+        submitted, held = set(ids), list[Output]()
         try:
             while any(request_id in self._open for request_id in ids):
                 item = await news.get()
@@ -193,7 +194,12 @@ class PoolRouter:
                 if item is not None and item.id in self._open:
                     if item.finish is not None:
                         del self._open[item.id]
-                    yield item
+                    held.append(item)
+                    submitted.discard(item.id)
+                if submitted.isdisjoint(self._open):
+                    for output in held:
+                        yield output
+                    held.clear()
                 self._end_aborted(tasks)
         finally:
             for request_id in ids:
@@ -378,6 +384,8 @@ async def _both(
     first = asyncio.create_task(anext(from_one))
     second = asyncio.create_task(anext(from_other))
     try:
+        yield await first  # it is in line
+        first = asyncio.create_task(anext(from_one))
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not second.done():
             output = first.result()

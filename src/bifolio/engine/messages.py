@@ -4,8 +4,9 @@
     engine → front   Loading · Hello · Outputs · Refused · EngineStats · Fatal
                      Listening · PeerNews
 
-The order of one request: Submit, then either one Refused or Outputs until one of them has a
-`finish`. After an Abort the engine says nothing more about that request.
+The order of one request: Submit, then either one Refused, or one Output without news, which says
+that the request is in line, and Outputs until one of them has a `finish`. After an Abort the engine
+says nothing more about that request.
 
 Engines that share the phases of a request between them are introduced by the front end: a decode
 engine is told to Listen and answers where it does, a prefill engine is told to Connect there, and

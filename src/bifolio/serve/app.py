@@ -1,11 +1,10 @@
-"""The application: routes, keys, limits. One small handler each; the work is in the modules."""
+"""The application: its routes, a small handler each; the work is in the modules."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -13,7 +12,6 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bifolio import __version__
 from bifolio.config import ServerConfig
@@ -21,58 +19,23 @@ from bifolio.disagg.router import PoolRouter
 from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, RequestError
-from bifolio.serve.admin import PREFIX as ADMIN
 from bifolio.serve.admin import add_admin
 from bifolio.serve.chat import chat
 from bifolio.serve.completions import complete
 from bifolio.serve.failures import MODEL_NOT_FOUND, Failure, failure_of
 from bifolio.serve.metrics import CONTENT_TYPE
+from bifolio.serve.middleware import add_middleware
 from bifolio.serve.prepare import BODIES, Prepared, Route
 from bifolio.serve.protocol import shown
+from bifolio.serve.refusals import Refusals
 from bifolio.serve.service import Service
 from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
 from bifolio.serve.text_pool import TextService
-
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
-"""Paths that need no key: they show nothing of requests."""
 
 MAX_BODY_BYTES = 64 * 2**20
 """Most bytes of all bodies that are being received or prepared."""
 
 Answer = Callable[[Service, Prepared, Request], Awaitable[Response]]
-
-
-class Gate:
-    """Lets requests with a valid key pass; without keys, all."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and not self._admits(scope):
-            failure = Failure(
-                401,
-                "invalid_request_error",
-                "a valid key is needed: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await failure.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        # Paths of the administrator ask for a key of their own.
-        if scope["path"] in _OPEN_PATHS or scope["path"].startswith(ADMIN):
-            return True
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                kind, _, key = value.partition(b" ")
-                # All keys are compared, each in constant time, so that time tells nothing.
-                matches = [secrets.compare_digest(key.strip(), known) for known in self._keys]
-                return kind.lower() == b"bearer" and any(matches)
-        return False
 
 
 class BodyReader:
@@ -129,7 +92,8 @@ def create_app(
     app = FastAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.bodies = BodyReader()
-    app.add_middleware(Gate, keys=config.api_keys)
+    app.state.refusals = Refusals(service.metrics)
+    add_middleware(app, config, service.metrics, app.state.refusals)
     _add_failures(app)
     _add_generation(app, service)
     _add_text(app, service)
@@ -160,7 +124,6 @@ def _add_failures(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_client_gone)
     app.add_exception_handler(ClientDisconnect, on_client_gone)
-    app.add_exception_handler(Exception, on_error)
 
 
 def _add_route(app: FastAPI, service: Service, path: str, route: Route, answer: Answer) -> None:

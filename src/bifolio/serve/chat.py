@@ -13,6 +13,7 @@ from starlette.responses import Response
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, collect
+from bifolio.serve.middleware import answer_id
 from bifolio.serve.prepare import Prepared, Route
 from bifolio.serve.protocol import ChatBody
 from bifolio.serve.service import Service, session_of
@@ -27,7 +28,7 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = service.answer_length(prompt, getattr(body, param), "messages", param)
     envelope = Envelope(
-        "chatcmpl",
+        answer_id(request, "chatcmpl"),
         "chat.completion",
         service.model,
         service.fingerprint,
@@ -80,6 +81,9 @@ async def _events(
     started: set[int] = set()
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
+            if piece.is_admission:
+                yield b""  # the headers
+                continue
             index = b'{"index":%d,"delta":' % piece.choice
             if piece.choice not in started:
                 started.add(piece.choice)

@@ -15,6 +15,7 @@ from bifolio.engine.tokenizer import Tokenizer
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
+from bifolio.serve.middleware import answer_id
 from bifolio.serve.prepare import EncodedPrompt, Prepared, Route
 from bifolio.serve.protocol import CompletionBody, checked_logprobs
 from bifolio.serve.service import Service, session_of
@@ -28,7 +29,7 @@ async def complete(service: Service, prepared: Prepared, request: Request) -> Re
     """Continue prompts, whole or as a stream of chunks."""
     body: CompletionBody = prepared.body(Route.COMPLETION)
     service.check_open(body.model)
-    answer = _Answer(service, body, prepared.prompts, session_of(request.headers))
+    answer = _Answer(service, body, prepared.prompts, request)
     if body.stream:
         return EventStream(answer.events())
     found = await while_connected(request.receive, answer.collect())
@@ -39,7 +40,11 @@ class _Answer:
     """The answer to one request."""
 
     def __init__(
-        self, service: Service, body: CompletionBody, prompts: list[EncodedPrompt], session: str
+        self,
+        service: Service,
+        body: CompletionBody,
+        prompts: list[EncodedPrompt],
+        request: Request,
     ) -> None:
         self._body = body
         self._tokenizer = service.tokenizer
@@ -63,7 +68,9 @@ class _Answer:
                     stop_ids=service.tokenizer.stop_ids,
                 )
             )
-        self._envelope = Envelope("cmpl", "text_completion", service.model, service.fingerprint)
+        self._envelope = Envelope(
+            answer_id(request, "cmpl"), "text_completion", service.model, service.fingerprint
+        )
         self._generation = Generation(
             request_id=self._envelope.id,
             engine=service.engine,
@@ -72,7 +79,7 @@ class _Answer:
             body=body,
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
-            session=session,
+            session=session_of(request.headers),
             limit=body.time_limit(service.config.request_timeout),
         )
         self._choices = [
@@ -108,6 +115,9 @@ class _Answer:
         pending: dict[int, list[Piece]] = {}
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
+                if piece.is_admission:
+                    yield b""  # the headers
+                    continue
                 choice = self._choices[piece.choice]
                 text = piece.text
                 blocks = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,14 +15,19 @@ from bifolio.engine.client import EngineClient
 from bifolio.engine.detokenizer import Detokenizer
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import RequestError
-from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from bifolio.serve.failures import GenerationError
+from bifolio.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from bifolio.serve.failures import GenerationError, failure_of
 from bifolio.serve.metrics import Metrics
 from bifolio.serve.protocol import MAX_CHOICES, GenerationBody, TimeLimit, choice_seed
+
+_serials = itertools.count()
+"""Numbers in the engine's names of requests: ids that clients choose need not be unique."""
 
 
 class Piece(NamedTuple):
     """News of one answer. `logprobs` belong to `tokens`, one for each, also to those of a stop.
+
+    The first says nothing but that the engine has put the request in line (`is_admission`).
 
     `finish` is `stop` or `length`; `stop_reason` the stop string, or the id of a stop token that
     the request named, else None.
@@ -34,6 +40,11 @@ class Piece(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     finish: str | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def is_admission(self) -> bool:
+        """Without news of the answer itself."""
+        return not (self.tokens or self.text or self.finish or self.prompt_logprobs)
 
 
 @dataclass(slots=True)
@@ -67,6 +78,7 @@ class _Choice:
         self.pages_checked = 0
         self.worker = ""
         self.first_at: float | None = None
+        self.finished = False
         self._detokenizer = detokenizer
         self._named_stops = named_stops
         self._include_stop = detokenizer.include_stop
@@ -131,7 +143,7 @@ class Generation:
         for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             for j in range(n):
                 index = i * n + j
-                name = f"{request_id}-{index}"
+                name = f"{request_id}-{next(_serials)}"
                 seeded = msgspec.structs.replace(params, seed=choice_seed(params.seed, j))
                 self._requests.append(
                     Request(
@@ -165,31 +177,50 @@ class Generation:
         )
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces as they come; close the generator to abort what is not finished."""
-        start = time.monotonic()
-        async with aclosing(self._engine.generate(*self._requests)) as outputs:
-            async for output in outputs:
-                choice = self._choices[output.id]
-                now = time.monotonic()
-                if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
-                    self._metrics.failed(output.error_code or ErrorCode.INTERNAL)
-                    raise GenerationError.of(output, self._limit.cure)
-                if choice.first_at is None and output.tokens:
-                    choice.first_at = now
-                    self._metrics.first_token.observe(now - start)
-                piece = choice.take(output)
-                if piece.finish is not None:
-                    if output.finish is None:
-                        self._engine.abort(output.id)
-                    self._observe_end(choice, piece.finish, start, now)
-                yield piece
+        """Pieces as they come; close the generator to abort what is not finished.
 
-    def _observe_end(self, choice: _Choice, finish: str, start: float, now: float) -> None:
-        self._metrics.finished(finish)
-        self._metrics.latency.observe(now - start)
-        if choice.first_at is not None and choice.completion_tokens > 1:
-            pace = (now - choice.first_at) / (choice.completion_tokens - 1)
-            self._metrics.per_token.observe(pace)
+        The first pieces come when the engine has admitted all requests. Each choice is counted
+        once, by how it ended.
+        """
+        start = time.monotonic()
+        try:
+            async with aclosing(self._engine.generate(*self._requests)) as outputs:
+                async for output in outputs:
+                    choice = self._choices[output.id]
+                    now = time.monotonic()
+                    if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
+                        raise GenerationError.of(output, self._limit.cure)
+                    if choice.first_at is None and output.tokens:
+                        choice.first_at = now
+                    piece = choice.take(output)
+                    if piece.finish is not None:
+                        if output.finish is None:
+                            self._engine.abort(output.id)
+                        self._count_finished(choice, piece.finish, start, now)
+                    yield piece
+        except Exception as error:
+            code = failure_of(error).code or "invalid_request"
+            self._count_unfinished(lambda: self._metrics.failed(code))
+            raise
+        finally:  # the client has hung up, if any are left
+            self._count_unfinished(lambda: self._metrics.finished(FinishReason.ABORT.value))
+
+    def _count_finished(self, choice: _Choice, reason: str, start: float, now: float) -> None:
+        choice.finished = True
+        metrics = self._metrics
+        metrics.finished(reason)
+        metrics.latency.observe(now - start)
+        if choice.first_at is not None:
+            metrics.first_token.observe(choice.first_at - start)
+            if choice.completion_tokens > 1:
+                pace = (now - choice.first_at) / (choice.completion_tokens - 1)
+                metrics.per_token.observe(pace)
+
+    def _count_unfinished(self, count: Callable[[], None]) -> None:
+        for choice in self._choices.values():
+            if not choice.finished:
+                choice.finished = True
+                count()
 
 
 async def collect(pieces: AsyncGenerator[Piece, None]) -> dict[int, list[Piece]]:

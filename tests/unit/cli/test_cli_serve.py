@@ -39,6 +39,10 @@ EVERY_OPTION = {
     "--host": ("::1", "host", "::1"),
     "--port": ("0", "port", 0),
     "--api-key": ("k", "api_keys", ("k",)),
+    "--allowed-host": ("Box.lan", "allowed_hosts", ("box.lan",)),
+    "--cors-origin": ("https://App.example/", "cors_origins", ("https://app.example",)),
+    "--max-connections": ("40", "max_connections", 40),
+    "--max-connections-per-address": ("9", "max_connections_per_address", 9),
     "--admin-key": ("k", "admin_key", "k"),
     "--served-name": ("n", "served_name", "n"),
     "--chat-template": ("t.jinja", "chat_template", "t.jinja"),
@@ -191,6 +195,8 @@ def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
                 assert (real[name], text) == (True, "on")
             case "request_timeout":
                 assert (real[name], text) == (None, "no limit")
+            case "allowed_hosts" | "cors_origins":
+                assert real[name] == ()
             case "prefill" | "decode" | "served_name" | "chat_template" | "pools" | "admin_key":
                 assert not real.get(name)
             case "on_worker_loss" | "transport":
