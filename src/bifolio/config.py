@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import tomllib
 from collections.abc import Collection
@@ -22,6 +21,7 @@ from pydantic import (
 
 from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
+from bifolio.machine import default_threads
 
 PREFILL_CHUNK = 256
 """Tokens of a step of a prefill worker, if nothing is asked for. Pages of one chunk travel while
@@ -282,7 +282,7 @@ def _two_pools(
             f"pools: {pools!r} is not like 1p1d (1 to {MAX_WORKERS} prefill and decode workers)"
         )
     if not engine.get("threads"):
-        engine = engine | {"threads": max(1, len(os.sched_getaffinity(0)) // sum(counts))}
+        engine = engine | {"threads": max(1, default_threads() // sum(counts))}
     prefill, decode = (PrecisionPlan(side, side, plan.page_size) for side in plan.sides)
     chunk = {"max_step_tokens": PREFILL_CHUNK} | engine
     return {

@@ -5,9 +5,9 @@ import time
 
 import openai
 import pytest
-from e2e_harness import serving
+from e2e_harness import default_script, serving
 
-from bifolio.testing.text import BOS, byte_tokenizer
+from bifolio.testing.text import BOS, EOS, IM_END, byte_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -53,6 +53,24 @@ async def test_ids_beyond_the_tokenizer_but_inside_the_model_are_fine(tiny):
         model="tiny", prompt=[VOCAB - 1, 97], temperature=0, logit_bias={str(VOCAB - 1): 5}
     )
     assert answer.choices[0].text == "a"
+
+
+async def test_a_token_that_the_tokenizer_has_and_the_model_lacks_is_refused_by_its_text():
+    """As one that was added to the tokenizer while the embedding did not grow."""
+    async with serving(default_script(vocab=IM_END, stop_id=EOS)) as small:
+        prompt = COMPLETION | {"prompt": "a<|im_end|>b"}
+        await refused(small, "/v1/completions", prompt, "prompt", "'<|im_end|>'", f"token {IM_END}")
+        await refused(small, "/v1/chat/completions", CHAT, "messages", "'<|im_end|>'")
+        for param, value in [
+            ("prompt", [5, IM_END]),
+            ("logit_bias", {str(IM_END): 1}),
+            ("stop_token_ids", [IM_END]),
+        ]:
+            body = COMPLETION | {param: value}
+            await refused(small, "/v1/completions", body, param, str(IM_END))
+        assert (await small.post("/v1/completions", **COMPLETION)).status_code == 200
+        found = await small.post("/tokenize", model="tiny", prompt="a<|im_end|>")
+        assert found.json()["tokens"] == [97, IM_END]
 
 
 PROMPTS = {

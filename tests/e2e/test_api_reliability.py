@@ -379,6 +379,7 @@ async def test_metrics_tell_what_happened():
         'bifolio_pages{state="cached"}': 0,
         'bifolio_pages{state="quarantined"}': 0,
         "bifolio_cache_integrity_failures_total": 0,
+        "bifolio_logits_faults_total": 0,
         'bifolio_request_success_total{finished_reason="length"}': 2,
         'bifolio_request_success_total{finished_reason="stop"}': 1,
         "bifolio_time_to_first_token_seconds_count": 3,

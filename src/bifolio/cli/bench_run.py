@@ -23,8 +23,8 @@ from bifolio.cli import bench_targets
 from bifolio.cli.bench_options import Wishes
 from bifolio.cli.bench_tables import print_results
 from bifolio.cli.bench_targets import Machine
-from bifolio.cli.machine import read_limits, read_processor
 from bifolio.engine.logs import configure
+from bifolio.machine import read_limits, read_processor
 
 EXIT_INVALID = 1
 """What was measured cannot be believed."""

@@ -34,7 +34,7 @@ Reference = Annotated[
     str, typer.Option("--reference", help="The plan to compare with.", metavar="PLAN")
 ]
 Kernels = Annotated[KernelChoice, typer.Option("--kernels", help="As for serve.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all processors.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all that can compute.")]
 Out = Annotated[
     Path | None,
     typer.Option(

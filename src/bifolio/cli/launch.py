@@ -22,7 +22,6 @@ from rich.console import Console
 
 from bifolio.cli.fit import check_fit
 from bifolio.cli.listen import bind, is_local, listen, raise_open_files, refused, url_of
-from bifolio.cli.machine import read_limits
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig, size_text
@@ -32,6 +31,7 @@ from bifolio.engine.messages import Loading
 from bifolio.engine.text_files import load_tokenizer
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError
+from bifolio.machine import read_limits
 from bifolio.models.source import ModelSource, resolve_source
 
 if TYPE_CHECKING:

@@ -100,7 +100,12 @@ KernelSet = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    _option(FORMATS, "Threads of the kernels; 0 takes all cores that are allowed.", "0", "N"),
+    _option(
+        FORMATS,
+        "Threads of the kernels; 0 takes all cores that affinity and quota allow.",
+        "0",
+        "N",
+    ),
 ]
 ExpertsIn = Annotated[
     Experts | None,

@@ -391,9 +391,11 @@ class Scheduler(SchedulerState):
 
     def _fault(self, sequence: Sequence, fault: PageFault | LogitsFault) -> None:
         if isinstance(fault, LogitsFault):
+            self._counts["logits_faults"] += 1
             text = (
-                f"the model's logits behind position {fault.position} are all NaN, so no token can "
-                "be chosen; a number overflowed: choose wider weights or a wider cache"
+                f"the model's logits after position {fault.position} are not all finite, so no "
+                "token can be chosen: a weight is damaged or a number overflowed; check the "
+                "checkpoint, or choose wider weights or a wider cache"
             )
             self._news.append(self._end_with(sequence, ErrorCode.INTERNAL, text))
             return

@@ -31,6 +31,7 @@ _COUNTERS = (
     "exhausted",
     "late",
     "integrity_faults",
+    "logits_faults",
     "adopted",
     "pages_lost",
 )

@@ -24,7 +24,7 @@ _LEAST_CACHE = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How to build a subject: `kernels` as for serve, `threads` 0 for all processors.
+    """How to build a subject: `kernels` as for serve, `threads` 0 for the default.
 
     ConfigError if the plan cannot be read: before any engine is built.
     """

@@ -70,6 +70,10 @@ class ModelSource:
         return _read_object(self.path / "tokenizer_config.json")
 
     @cached_property
+    def tokenizer(self) -> dict[str, Any]:
+        return _read_object(self.path / "tokenizer.json")
+
+    @cached_property
     def spec(self) -> ModelSpec:
         """The shape of the model. `stop_ids` is the union of the end tokens in all its files.
 
@@ -104,7 +108,7 @@ class ModelSource:
                     raise CheckpointError(f"{path}: added_tokens_decoder: {key!r} is no token id")
                 return (int(key),)
         path = self.path / "tokenizer.json"
-        added = Fields(_read_object(path), str(path)).parts("added_tokens")
+        added = Fields(self.tokenizer, str(path)).parts("added_tokens")
         return tuple(
             entry.integer("id", low=0) for entry in added if entry.text("content", "") == text
         )

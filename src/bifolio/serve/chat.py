@@ -34,9 +34,7 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
         service.fingerprint,
         chunk_kind="chat.completion.chunk",
     )
-    sampling = body.sampling(
-        max_tokens=max_tokens, logprobs=body.top, stop_ids=service.tokenizer.stop_ids
-    )
+    sampling = body.sampling(max_tokens=max_tokens, logprobs=body.top, stop_ids=service.end_ids)
     generation = Generation(
         request_id=envelope.id,
         engine=service.engine,

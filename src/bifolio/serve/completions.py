@@ -65,7 +65,7 @@ class _Answer:
                     max_tokens=length,
                     logprobs=logprobs,
                     prompt_logprobs=logprobs if self._echo else None,
-                    stop_ids=service.tokenizer.stop_ids,
+                    stop_ids=service.end_ids,
                 )
             )
         self._envelope = Envelope(

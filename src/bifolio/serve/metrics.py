@@ -30,6 +30,7 @@ _COUNTERS = {
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
     "pages_checked": ("pages_checked", "Cache pages whose tags were compared"),
     "cache_integrity_failures": ("integrity_failures", "Requests that met a page not expected"),
+    "logits_faults": ("logits_faults", "Requests ended by logits that were not finite numbers"),
     "page_seals_checked": ("seals_checked", "Cache pages whose bytes were digested and compared"),
     "page_seal_failures": ("seal_failures", "Cache pages whose bytes had changed since sealing"),
 }

@@ -47,7 +47,9 @@ class Service:
         self.metrics = Metrics(engine)
         self.model = config.served_name or engine.hello.model
         self.fingerprint = f"bifolio-{__version__} {engine.hello.plan}"
-        self.stop_ids = sorted({*engine.hello.stop_ids, *tokenizer.stop_ids})
+        self.end_ids = frozenset(i for i in tokenizer.stop_ids if i < engine.hello.vocab)
+        """End tokens of the tokenizer that the model has."""
+        self.stop_ids = sorted({*engine.hello.stop_ids, *self.end_ids})
         """End tokens of every answer: those of the checkpoint and those of the tokenizer."""
         self.draining = False
 
@@ -76,9 +78,16 @@ class Service:
     ) -> int:
         """Most tokens of an answer: `wanted`, or all that the context has left when None.
 
-        RequestError when the context cannot hold prompt and answer, naming its limit.
+        RequestError when the context cannot hold prompt and answer, naming its limit, or when the
+        prompt has a token that the tokenizer knows and the model does not.
         """
-        limit = self.engine.hello.max_model_len
+        limit, vocab = self.engine.hello.max_model_len, self.engine.hello.vocab
+        if (most := max(prompt, default=0)) >= vocab:
+            raise RequestError(
+                f"{prompt_param}: {shown(self.tokenizer.token_text(most))} is token {most} of the "
+                f"tokenizer, but this model has {vocab} tokens; leave it out",
+                prompt_param,
+            )
         if not prompt:
             raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
         if len(prompt) >= limit:

@@ -146,7 +146,7 @@ def write_model(
     _write_json(folder / "generation_config.json", {"eos_token_id": [IM_END, END_OF_TEXT]})
     write_weights(folder, random_weights(config, seed, dtype), shards)
     if tokenizer:
-        write_tokenizer(folder)
+        write_tokenizer(folder, config["vocab_size"])
     return folder
 
 
@@ -165,9 +165,9 @@ def write_weights(folder: Path, weights: dict[str, Tensor], shards: int = 1) -> 
     _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of at most VOCAB tokens with ChatML markers and a chat template."""
-    build_tokenizer().save(str(folder / "tokenizer.json"))
+def write_tokenizer(folder: Path, vocab: int = VOCAB) -> None:
+    """A byte-level BPE of `vocab` tokens with ChatML markers and a chat template."""
+    build_tokenizer(vocab).save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -180,8 +180,12 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def build_tokenizer() -> Tokenizer:
-    """The tiny tokenizer itself: every byte, a few merges, three special tokens."""
+def build_tokenizer(vocab: int = VOCAB) -> Tokenizer:
+    """The tiny tokenizer itself: every byte, a few merges, three special tokens.
+
+    The ids up to `vocab` that this leaves get names, which no text is cut into: ids without a token
+    are never sampled.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -192,7 +196,10 @@ def build_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    return tokenizer
+    settings = json.loads(tokenizer.to_str())
+    ids = settings["model"]["vocab"]
+    ids |= {f"<row{i}>": i for i in range(len(ids), vocab)}
+    return Tokenizer.from_str(json.dumps(settings))
 
 
 def _write_json(path: Path, value: Any) -> None:
