@@ -60,6 +60,7 @@ def bench(
     repeats: options.Repeats = 2,
     seed: options.Seed = None,
     max_failed: options.MaxFailed = 1.0,
+    max_length_error: options.MaxLengthError = 2.0,
     goal_ttft: options.GoalTtft = None,
     goal_tpot: options.GoalTpot = None,
     price: options.Price = 1.0,
@@ -90,7 +91,7 @@ def bench(
         raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
     wishes = Wishes(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
-        *(requests, waves, seed, max_failed, goal_ttft, goal_tpot),
+        *(requests, waves, seed, max_failed, max_length_error, goal_ttft, goal_tpot),
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine
@@ -150,6 +151,7 @@ def compare(
     repeats: options.Repeats = 3,
     seed: options.Seed = None,
     max_failed: options.MaxFailed = 1.0,
+    max_length_error: options.MaxLengthError = 2.0,
     goal_ttft: options.GoalTtft = None,
     goal_tpot: options.GoalTpot = None,
     price: options.Price = 1.0,
@@ -170,7 +172,7 @@ def compare(
     """
     wishes = Wishes(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
-        *(requests, waves, seed, max_failed, goal_ttft, goal_tpot),
+        *(requests, waves, seed, max_failed, max_length_error, goal_ttft, goal_tpot),
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine

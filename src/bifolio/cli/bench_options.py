@@ -96,6 +96,15 @@ Seed = Annotated[
 MaxFailed = Annotated[
     float, option(JUDGE, "Percent of requests that may fail.", metavar="PERCENT", min=0.0)
 ]
+MaxLengthError = Annotated[
+    float,
+    option(
+        JUDGE,
+        "Percent by which output tokens may miss those asked for.",
+        metavar="PERCENT",
+        min=0.0,
+    ),
+]
 GoalTtft = Annotated[
     float | None, option(JUDGE, "Most ms to the first token, for goodput.", metavar="MS")
 ]
@@ -140,6 +149,7 @@ class Wishes:
     waves: int = 2
     seed: int | None = None
     max_failed: float = 1.0
+    max_length_error: float = 2.0
     goal_ttft: float | None = None
     goal_tpot: float | None = None
 
@@ -170,7 +180,12 @@ class Wishes:
 
         return Plan(
             self.workload(longest),
-            Goals(_seconds(self.goal_ttft), _seconds(self.goal_tpot), self.max_failed / 100),
+            Goals(
+                _seconds(self.goal_ttft),
+                _seconds(self.goal_tpot),
+                self.max_failed / 100,
+                self.max_length_error / 100,
+            ),
             secrets.randbits(32) if self.seed is None else self.seed,
             self.requests,
             self.waves,
