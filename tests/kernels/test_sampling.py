@@ -70,6 +70,8 @@ PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
         ({}, {0, 1, 2, 3, 4}),
         ({"top_k": 2}, {1, 3}),
         ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.0}, {1}),
+        ({"top_p": 0.0, "min_p": 0.1}, {1}),
         ({"top_p": 0.39}, {1}),
         ({"top_p": 0.64}, {1, 3}),
         ({"top_p": 0.66}, {1, 3, 4}),
@@ -85,6 +87,15 @@ def test_rules_keep_exactly_the_tokens_that_they_name(
 ) -> None:
     # 400 draws miss a token of probability 0.05 with a chance of 1e-9.
     assert choices(ops, PROBABILITIES.log(), 400, **rule) == allowed
+
+
+def test_top_p_zero_chooses_as_greedy_does_among_equal_ones_too(ops: SamplingOps) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for size in (1, 7, 300, 20_000):
+        logits = (torch.randn(size, generator=generator) * 2).round()
+        rules = [{}, {"temperature": 0.01}, {"temperature": 100.0}, {"top_k": 9}]
+        found = {tuple(choices(ops, logits, 5, top_p=0.0, **rule)) for rule in rules}
+        assert found == {(ops.greedy(logits[None])[0],)}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +265,7 @@ RULES = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.05, 0.7, 1.0, 3.0]),
         "top_k": st.sampled_from([0, 0, 1, 5, 200]),
-        "top_p": st.sampled_from([1.0, 1.0, 0.1, 0.9, 0.999]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.0, 0.1, 0.9, 0.999]),
         "min_p": st.sampled_from([0.0, 0.0, 0.05, 1.0]),
         "seed": st.integers(0, 2**64 - 1),
     }

@@ -81,6 +81,10 @@ class Tokenizer:
         """How the special tokens are spelled."""
         return self._specials.keys()
 
+    def holds_special(self, text: str) -> bool:
+        """Whether the text of a special token is in it."""
+        return bool(self._specials) and self._special_pattern.search(text) is not None
+
     def encode(self, text: str, *, add_special_tokens: bool = False, guard: str = "") -> list[int]:
         """Token ids of a text; special tokens in it count as such unless a guard is inside.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -82,8 +82,9 @@ class _Answer:
             session=session_of(request.headers),
             limit=body.time_limit(service.config.request_timeout),
         )
+        hidden = self._tokenizer.special_ids if body.skip_special_tokens is not False else ()
         self._choices = [
-            _Choice(service.tokenizer, prompt, index=i * self._n + j)
+            _Choice(service.tokenizer, prompt, i * self._n + j, hidden)
             for i, prompt in enumerate(prompts)
             for j in range(self._n)
         ]
@@ -180,13 +181,19 @@ def _chunk(piece: Piece, text: str, logprobs: bytes) -> bytes:
 
 
 class _Choice:
-    """One answer; counts the characters so that each token has its offset in the text."""
+    """One answer; counts the characters so that each token has its offset in the text.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: EncodedPrompt, index: int) -> None:
+    Tokens of the answer that are `hidden` have no characters in it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: EncodedPrompt, index: int, hidden: Collection[int]
+    ) -> None:
         self.index = index
         self.echoed = False
         self._tokenizer = tokenizer
         self._prompt = prompt
+        self._hidden = hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
         """Characters before the next token; -1 where decoding drops the first token's space."""
@@ -202,7 +209,7 @@ class _Choice:
         ids = self._prompt.ids
         whole = b"".join(map(self._tokenizer.token_bytes, ids[self._prompt.added :]))
         self._offset = len(self.prompt_text) - len(whole.decode(errors="replace"))
-        block = self._block(ids, found, self._prompt.added)
+        block = self._block(ids, found, added=self._prompt.added)
         self._utf8.reset()
         self._offset = len(self.prompt_text)
         return block
@@ -211,10 +218,15 @@ class _Choice:
         self, tokens: Sequence[int], found: Sequence[TokenLogprobs] | None
     ) -> dict[str, list[Any]]:
         """The block of tokens of the answer."""
-        return self._block(tokens, found or ())
+        return self._block(tokens, found or (), hidden=self._hidden)
 
     def _block(
-        self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], added: int = 0
+        self,
+        tokens: Sequence[int],
+        found: Sequence[TokenLogprobs | None],
+        *,
+        added: int = 0,
+        hidden: Collection[int] = (),
     ) -> dict[str, list[Any]]:
         block = _joined([])
         for i, (token, entry) in enumerate(zip(tokens, found, strict=False)):
@@ -228,7 +240,7 @@ class _Choice:
                 block["token_logprobs"].append(entry.logprob)
                 top = {_name(self._tokenizer, other): value for other, value in entry.top}
                 block["top_logprobs"].append(top | {name: entry.logprob})
-            if i >= added:
+            if i >= added and token not in hidden:
                 self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
         return block
 

@@ -85,10 +85,10 @@ class _Choice:
 
     def take(self, output: Output) -> Piece:
         """What an output adds. A finish of the piece ends the answer, whatever the engine says."""
-        tokens, shown = output.tokens, output.tokens
-        if output.stop_id is not None and tokens and not self._include_stop:
-            shown = tokens[:-1]  # the end token is counted, and its text is no part of the answer
-        text, used, stop = self._detokenizer.push(shown)
+        tokens = output.tokens
+        # The end token is counted, and its text is no part of the answer.
+        ends = output.stop_id is not None and bool(tokens) and not self._include_stop
+        text, used, stop = self._detokenizer.push(tokens, hide_last=ends)
         finish: str | None = None
         stop_reason: str | int | None = stop
         if stop is not None:
