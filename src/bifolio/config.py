@@ -150,6 +150,8 @@ class ServerConfig(_Frozen):
     """Open at a time; 0: twice what the queue holds, at least 4,096, as far as files allow."""
     max_connections_per_address: int = Field(default=0, ge=0)
     """Of one client address; 0: half of all."""
+    share_prefix_cache: bool = False
+    """Whether prompts sent with different keys may share pages of the cache."""
     admin_key: str = ""
     """Lets its owner look at and change the workers of two pools; empty: nobody."""
     served_name: str = ""

@@ -131,7 +131,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `cache_salt` names the tenant whose cached pages it may read.
+    """One sequence to continue. It may read cached pages of its own `cache_salt` alone.
+
+    `tenant` is who pays for it: tenants share the engine evenly.
 
     Requests of one `session` are sent to the same prefill engine, where there are several.
     `timeout` is in seconds from now on, whoever reads it: clocks of two machines do not agree.
@@ -142,6 +144,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    tenant: str = ""
     session: str = ""
     timeout: float | None = None
     route: Route | None = None

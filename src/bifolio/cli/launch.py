@@ -28,6 +28,7 @@ from bifolio.config import ServerConfig, size_text
 from bifolio.engine import logs
 from bifolio.engine.client import AsyncEngine
 from bifolio.engine.messages import Loading
+from bifolio.engine.supervisor import EngineSupervisor
 from bifolio.engine.text_files import load_tokenizer
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError
@@ -44,7 +45,7 @@ WATCH_SECONDS = 1.0
 """Time between two looks at the engine's health, for the log."""
 
 
-Client = Callable[[ServerConfig, Callable[[Loading], None]], "AsyncEngine | PoolRouter"]
+Client = Callable[[ServerConfig, Callable[[Loading], None]], "EngineSupervisor | PoolRouter"]
 """Makes what the server stands on, not started, from a configuration and a listener to news."""
 
 
@@ -157,7 +158,7 @@ class _Run:
             self._stop()
         return gone
 
-    async def _start(self, engine: AsyncEngine | PoolRouter, text: TextPool) -> Tokenizer:
+    async def _start(self, engine: EngineSupervisor | PoolRouter, text: TextPool) -> Tokenizer:
         """Start the engine and meanwhile the text side; if one fails, the other ends too."""
         starting = asyncio.create_task(engine.start())
         try:
@@ -174,7 +175,7 @@ class _Run:
         return tokenizer
 
     async def _answer(
-        self, engine: AsyncEngine | PoolRouter, text: TextPool, tokenizer: Tokenizer
+        self, engine: EngineSupervisor | PoolRouter, text: TextPool, tokenizer: Tokenizer
     ) -> None:
         from bifolio.serve.app import create_app
         from bifolio.serve.server import Server
@@ -183,7 +184,10 @@ class _Run:
         server = Server(app, self._config, lambda: self._announce(engine))
         self._stop = server.stop
         watch = asyncio.create_task(_watch(engine))
-        if not isinstance(engine, AsyncEngine):
+        failed = engine.failed if isinstance(engine, EngineSupervisor) else None
+        if failed is not None:
+            failed.add_done_callback(lambda _: server.stop())
+        if not isinstance(engine, EngineSupervisor):
             _replace_on_hangup(engine, self._on_hangup)
         try:
             listen(self._sock)
@@ -192,8 +196,10 @@ class _Run:
             raise refused(self._config.host, self._config.port, error) from error
         finally:
             watch.cancel()
+        if failed is not None and failed.done():  # whoever supervises this process is to act
+            raise EngineDeadError(failed.result())
 
-    def _announce(self, engine: AsyncEngine | PoolRouter) -> None:
+    def _announce(self, engine: EngineSupervisor | PoolRouter) -> None:
         summary = Summary.of(
             self._config,
             engine.hello,
@@ -228,11 +234,12 @@ class _Run:
 
 def client_of(
     config: ServerConfig, on_loading: Callable[[Loading], None]
-) -> AsyncEngine | PoolRouter:
+) -> EngineSupervisor | PoolRouter:
     """One engine, or a router over two pools, not started."""
     pools = config.pools
     if pools is None:
-        return AsyncEngine(config.engine, on_loading=on_loading)
+        first = iter([on_loading])  # later ones load while the server runs
+        return EngineSupervisor(lambda: AsyncEngine(config.engine, on_loading=next(first, None)))
     from bifolio.disagg.fleet import Fleet
     from bifolio.disagg.router import PoolRouter
 
@@ -260,7 +267,7 @@ def _replace_on_hangup(router: PoolRouter, stops: Callable[[], bool]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replace)
 
 
-async def _watch(engine: AsyncEngine | PoolRouter) -> None:
+async def _watch(engine: EngineSupervisor | PoolRouter) -> None:
     """Log when the engine falls silent or ends, and when it is back."""
     healthy = True
     while True:

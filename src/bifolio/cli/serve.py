@@ -178,6 +178,16 @@ AllowedHosts = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
+SharePrefixCache = Annotated[
+    bool | None,
+    _option(
+        CACHE,
+        "Share cached prefixes between API keys: faster, but timing tells what others asked.",
+        "off",
+        None,
+        "--share-prefix-cache/--no-share-prefix-cache",
+    ),
+]
 CorsOrigins = Annotated[
     list[str] | None,
     typer.Option(
@@ -276,6 +286,7 @@ def serve(
     api_keys: ApiKeys = None,
     allowed_hosts: AllowedHosts = None,
     cors_origins: CorsOrigins = None,
+    share_prefix_cache: SharePrefixCache = None,
     max_connections: MaxConnections = None,
     max_connections_per_address: MaxConnectionsPerAddress = None,
     admin_key: AdminKey = None,
@@ -329,6 +340,7 @@ def serve(
         "admin_key": admin_key or None,
         "api_keys": tuple(api_keys) if api_keys else None,
         "allowed_hosts": tuple(allowed_hosts) if allowed_hosts else None,
+        "share_prefix_cache": share_prefix_cache,
         "cors_origins": tuple(cors_origins) if cors_origins else None,
         "max_connections": max_connections,
         "max_connections_per_address": max_connections_per_address,

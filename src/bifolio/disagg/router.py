@@ -155,6 +155,11 @@ class PoolRouter:
         return [member.view() for member in self.fleet.members]
 
     @property
+    def restarts(self) -> int:
+        """Worker processes that took the place of a dead one."""
+        return sum(member.restarts for member in (*self.fleet.prefill, *self.fleet.decode))
+
+    @property
     def resent(self) -> Mapping[str, int]:
         """Attempts that were made again, by cause."""
         return self._resent

@@ -156,6 +156,10 @@ class EngineClient(Protocol):
     def open_requests(self) -> int:
         """Requests that somebody is reading."""
 
+    @property
+    def restarts(self) -> int:
+        """Engine processes that took the place of a dead one."""
+
     async def stop(self) -> None:
         """End all processes. Requests that are still open raise EngineDeadError."""
 
@@ -289,6 +293,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The latest heartbeat."""
         return self._stats
+
+    @property
+    def restarts(self) -> int:
+        """None: see `engine.supervisor`."""
+        return 0
 
     @property
     def is_dead(self) -> bool:

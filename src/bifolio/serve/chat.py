@@ -16,7 +16,7 @@ from bifolio.serve.generation import Generation, Piece, collect
 from bifolio.serve.middleware import answer_id
 from bifolio.serve.prepare import Prepared, Route
 from bifolio.serve.protocol import ChatBody
-from bifolio.serve.service import Service, session_of
+from bifolio.serve.service import Service, session_of, tenant_of
 from bifolio.serve.streams import EventStream, while_connected
 
 
@@ -44,6 +44,8 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
         prompts=[prompt],
         sampling=[sampling],
         session=session_of(request.headers),
+        tenant=tenant_of(request),
+        share_cache=service.config.share_prefix_cache,
         limit=body.time_limit(service.config.request_timeout),
     )
     if body.stream:

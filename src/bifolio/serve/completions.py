@@ -18,7 +18,7 @@ from bifolio.serve.generation import Generation, Piece, Usage, collect
 from bifolio.serve.middleware import answer_id
 from bifolio.serve.prepare import EncodedPrompt, Prepared, Route
 from bifolio.serve.protocol import CompletionBody, checked_logprobs
-from bifolio.serve.service import Service, session_of
+from bifolio.serve.service import Service, session_of, tenant_of
 from bifolio.serve.streams import EventStream, while_connected
 
 DEFAULT_MAX_TOKENS = 16
@@ -80,6 +80,8 @@ class _Answer:
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
             session=session_of(request.headers),
+            tenant=tenant_of(request),
+            share_cache=service.config.share_prefix_cache,
             limit=body.time_limit(service.config.request_timeout),
         )
         hidden = self._tokenizer.special_ids if body.skip_special_tokens is not False else ()

@@ -81,7 +81,9 @@ def failure_of(error: Exception) -> Failure:
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             return Failure(429, "rate_limit_error", text, code="overloaded", headers=wait)
         case EngineDeadError():
-            return Failure(503, "server_error", text, code="engine_unavailable")
+            return Failure(
+                503, "server_error", text, code="engine_unavailable", headers={"Retry-After": "5"}
+            )
         case GenerationError(code=ErrorCode.DEADLINE):
             # Clients of OpenAI send again what failed with 5xx; this would fail again.
             once = {"x-should-retry": "false"}

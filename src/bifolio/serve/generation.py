@@ -123,6 +123,8 @@ class Generation:
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         session: str = "",
+        tenant: str = "",
+        share_cache: bool = False,
         limit: TimeLimit,
     ) -> None:
         n = body.choices
@@ -140,6 +142,7 @@ class Generation:
         named_stops = frozenset(body.stop_token_ids or ())
         stops = body.stops
         sampling[0].check(engine.hello.vocab)  # the others differ in seeds and lengths only
+        salt = f"{tenant}/{body.salt}" if tenant and not share_cache else body.salt
         for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             for j in range(n):
                 index = i * n + j
@@ -150,7 +153,8 @@ class Generation:
                         id=name,
                         prompt_ids=prompt,
                         sampling=seeded,
-                        cache_salt=body.salt,
+                        cache_salt=salt,
+                        tenant=tenant or body.salt,
                         session=session,
                         timeout=limit.seconds,
                     )

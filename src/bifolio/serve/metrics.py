@@ -145,6 +145,11 @@ class _EngineCollector(Collector):
             "Share of the usable pages that running requests hold (1 means all)",
             value=stats.pages_live / usable if usable else 0.0,
         )
+        yield CounterMetricFamily(
+            "bifolio_engine_restarts",
+            "Engine processes that took the place of a dead one; its counters began again",
+            value=self._engine.restarts,
+        )
         yield from collect_workers(self._engine)
         yield GaugeMetricFamily(
             "bifolio_frontend_open_requests",

@@ -17,6 +17,7 @@ import logging
 import re
 import secrets
 import uuid
+from hashlib import blake2b
 from typing import Any
 
 import structlog
@@ -150,7 +151,12 @@ class Gate:
     def __init__(self, app: ASGIApp, config: ServerConfig, refusals: Refusals) -> None:
         self._app = app
         self._refusals = refusals
-        self._keys = [key.encode() for key in config.api_keys]
+        # Named by a digest that nobody outside this process can compute from a key.
+        secret = secrets.token_bytes(32)
+        self._tenants = {
+            key.encode(): blake2b(key.encode(), key=secret, digest_size=16).hexdigest()
+            for key in config.api_keys
+        }
         self._origins = frozenset(config.cors_origins)
         self._hosts = frozenset({"localhost", config.host.lower(), *config.allowed_hosts})
         self._any_host = "*" in config.allowed_hosts
@@ -175,12 +181,15 @@ class Gate:
         # Paths of the administrator ask for a key of their own.
         if scope["path"].startswith(ADMIN):
             return None
-        if self._keys and scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
-            return _NO_KEY
+        if self._tenants and scope["path"] not in _OPEN_PATHS:
+            tenant = self._tenant(scope)
+            if not tenant:
+                return _NO_KEY
+            scope["state"]["tenant"] = tenant
         if scope["method"] != "POST":
             return None
         origin = headers.get("origin")
-        if origin is not None and not self._keys and not self._admits_page(origin, headers):
+        if origin is not None and not self._tenants and not self._admits_page(origin, headers):
             return _foreign_page(origin)
         from_page = origin is not None or "sec-fetch-site" in headers
         return _wrong_type(headers.getlist("content-type"), from_page=from_page)
@@ -192,7 +201,7 @@ class Gate:
         if self._named_hosts:
             return True
         address = (scope.get("server") or ("", 0))[0]
-        return not self._keys and not self._everywhere and is_loopback(address)
+        return not self._tenants and not self._everywhere and is_loopback(address)
 
     def _is_ours(self, host: str) -> bool:
         """Whether no page of a foreign name can have sent this; an address is no name."""
@@ -203,14 +212,19 @@ class Gate:
         own = origin.lower().partition("://")[2] == headers.get("host", "").lower()
         return own or "*" in self._origins or origin.lower() in self._origins
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _tenant(self, scope: Scope) -> str:
+        """Whose key a request carries; empty for none that is known."""
         for name, value in scope["headers"]:
             if name == b"authorization":
                 kind, _, key = value.partition(b" ")
                 # All keys are compared, each in constant time, so that time tells nothing.
-                matches = [secrets.compare_digest(key.strip(), known) for known in self._keys]
-                return kind.lower() == b"bearer" and any(matches)
-        return False
+                matches = [
+                    tenant
+                    for known, tenant in self._tenants.items()
+                    if secrets.compare_digest(key.strip(), known)
+                ]
+                return matches[0] if matches and kind.lower() == b"bearer" else ""
+        return ""
 
 
 def is_loopback(address: str) -> bool:

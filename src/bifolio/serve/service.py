@@ -18,6 +18,13 @@ from bifolio.serve.protocol import shown
 from bifolio.serve.streams import while_connected
 from bifolio.serve.text_pool import TextService
 
+
+def tenant_of(request: Request) -> str:
+    """Who sent a request, by a digest of its key; empty on a server without keys."""
+    tenant: str = request.scope.get("state", {}).get("tenant", "")
+    return tenant
+
+
 SESSION_HEADER = "X-Session-ID"
 MAX_SESSION_CHARS = 128
 
@@ -67,7 +74,7 @@ class Service:
     async def prepare(self, route: Route, data: bytes, request: Request) -> Prepared:
         """Read a body and turn its text into ids, in a text process, while the client waits."""
         hello = self.engine.hello
-        client = "" if request.client is None else request.client.host
+        client = tenant_of(request) or ("" if request.client is None else request.client.host)
         limits = TextLimits(hello.max_model_len, hello.vocab)
         return await while_connected(
             request.receive, self.text.prepare(route, data, limits, client)

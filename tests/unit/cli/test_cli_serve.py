@@ -34,6 +34,7 @@ EVERY_OPTION = {
     "--max-step-tokens": ("128", "engine.max_step_tokens", 128),
     "--max-waiting": ("9", "engine.max_waiting", 9),
     "--no-integrity": (None, "engine.integrity", False),
+    "--share-prefix-cache": (None, "share_prefix_cache", True),
     "--no-prefix-cache": (None, "engine.prefix_cache", False),
     "--log-level": ("error", "engine.log_level", "error"),
     "--host": ("::1", "host", "::1"),
@@ -195,6 +196,8 @@ def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
                 assert (real[name], text) == (True, "on")
             case "request_timeout":
                 assert (real[name], text) == (None, "no limit")
+            case "share_prefix_cache":
+                assert (real[name], text) == (False, "off")
             case "allowed_hosts" | "cors_origins":
                 assert real[name] == ()
             case "prefill" | "decode" | "served_name" | "chat_template" | "pools" | "admin_key":
