@@ -157,12 +157,12 @@ async def test_requests_are_counted_once_by_status_and_those_hung_up_as_499():
     async def send(message):
         sent.append(message["type"])
 
-    async def answer(*messages, error=None, refused_with=None):
+    async def answer(*messages, error=None, ended_with=None):
         async def app(scope, receive, send):
             for message in messages:
                 await send(message)
-            if refused_with is not None:
-                scope["state"]["refused_with"] = refused_with
+            if ended_with is not None:
+                scope["state"]["ended_with"] = ended_with
             if error is not None:
                 raise error
 
@@ -172,12 +172,12 @@ async def test_requests_are_counted_once_by_status_and_those_hung_up_as_499():
     await answer(start | {"status": 404}, part, end)
     await answer()
     await answer(start, part)
-    await answer(refused_with=408)
+    await answer(ended_with=408)
     with pytest.raises(KeyError):
         await answer(start, error=KeyError())  # the server hangs up
     with pytest.raises(asyncio.CancelledError):
         await answer(error=asyncio.CancelledError())
-    assert counts.statuses == [200, 404, 499, 499, 408, 499, 499]
+    assert counts.statuses == [200, 404, 499, 499, 408, 500, 499]
     assert sent.count(start["type"]) == 4
 
 
