@@ -88,7 +88,7 @@ class _Mailbox:
 
         But not before all requests are admitted, so that a refusal comes before any of them.
         """
-        while not self._outputs or not self._submitted.isdisjoint(self.open):
+        while not self._outputs or self._submitted:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()

@@ -331,7 +331,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         if answering:
-            cycle.scope["state"]["refused_with"] = failure.status
+            cycle.scope["state"]["ended_with"] = failure.status
             cycle.disconnected = True
             cycle.message_event.set()
         self._discarding_since, self._unread_bytes = self.loop.time(), 0

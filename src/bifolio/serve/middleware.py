@@ -119,12 +119,13 @@ class RequestIds:
                 await self._app(scope, receive, send_with_id)
             except Exception as error:
                 if status != CLIENT_CLOSED_REQUEST:
+                    state["ended_with"] = 500
                     raise  # the answer has begun, so the server can only hang up
                 logger.exception("a request failed")
                 await failure_of(error).response()(scope, receive, send_with_id)
             finally:
                 # A connection that was refused meanwhile has sent a status of its own.
-                ended = state.get("refused_with", status if complete else CLIENT_CLOSED_REQUEST)
+                ended = state.get("ended_with", status if complete else CLIENT_CLOSED_REQUEST)
                 self._metrics.answered(ended)
 
 
