@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bifolio import __version__
@@ -20,25 +20,27 @@ from bifolio.config import ServerConfig
 from bifolio.disagg.router import PoolRouter
 from bifolio.engine.chat_template import ChatTemplate
 from bifolio.engine.client import EngineClient
+from bifolio.engine.text_files import NAMED_TOKENS
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import BifolioError, EngineDeadError, RequestError
+from bifolio.request import DEFAULTED, SamplingParams
 from bifolio.serve.admin import PREFIX as ADMIN
 from bifolio.serve.admin import add_admin
 from bifolio.serve.chat import chat
 from bifolio.serve.completions import complete
 from bifolio.serve.failures import MODEL_NOT_FOUND, Failure, failure_of
 from bifolio.serve.metrics import CONTENT_TYPE
+from bifolio.serve.openapi import body_of, describe
 from bifolio.serve.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     parse_body,
-    refuse_extras,
-    shown,
 )
 from bifolio.serve.service import Service
 from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
+from bifolio.words import cut, shown
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key: they show nothing of requests."""
@@ -80,6 +82,18 @@ class Gate:
         return False
 
 
+class WithoutTrailingSlash:
+    """Takes `/v1/models/` as `/v1/models`, for every path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The body, or an HTTPException of status 413 as soon as it is longer than `limit` bytes."""
     too_long = HTTPException(413, f"the body is longer than {limit} bytes")
@@ -98,13 +112,18 @@ def create_app(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     config: ServerConfig,
+    default_sampling: SamplingParams | None = None,
 ) -> FastAPI:
-    """The API over an engine that has started. `app.state.service` holds its state."""
-    service = Service(engine, tokenizer, template, config)
+    """The API over an engine that has started. `app.state.service` holds its state.
+
+    Requests that leave a sampling parameter out get that of `default_sampling`.
+    """
+    service = Service(engine, tokenizer, template, config, default_sampling or SamplingParams())
     # The pages that FastAPI would show load scripts from elsewhere.
     app = FastAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(Gate, keys=config.api_keys)
+    app.add_middleware(WithoutTrailingSlash)
     _add_failures(app)
     _add_generation(app, service)
     _add_text(app, service)
@@ -112,6 +131,7 @@ def create_app(
     _add_state(app, service)
     if isinstance(engine, PoolRouter) and config.admin_key:
         add_admin(app, engine.fleet, config.admin_key)
+    app.openapi_schema = describe(app)
     return app
 
 
@@ -122,7 +142,7 @@ def _add_failures(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{cut(request.method)} {cut(request.url.path)}: {error.detail}"
         headers = dict(error.headers or {})
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return Failure(error.status_code, kind, message, headers=headers).response()
@@ -147,31 +167,14 @@ def _add_route(
         data = await read_body(request, service.config.max_request_bytes)
         return await answer(service, parse_body(kind, data), request)
 
-    schema = _inlined(kind.model_json_schema())
     app.add_api_route(
         path,
         handler,
         methods=["POST"],
         name=path,
-        response_class=Response,
-        openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-        },
+        response_class=JSONResponse,
+        openapi_extra=body_of(kind),
     )
-
-
-def _inlined(schema: dict[str, Any]) -> Any:
-    """A JSON schema with its definitions in place of the references to them."""
-    definitions = schema.pop("$defs", {})
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            if "$ref" in value:
-                return walk(definitions[value["$ref"].rsplit("/", 1)[1]])
-            return {key: walk(item) for key, item in value.items()}
-        return [walk(item) for item in value] if isinstance(value, list) else value
-
-    return walk(schema)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -183,7 +186,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(service: Service, body: TokenizeBody, request: Request) -> Response:
         del request
         service.check_open(body.model)
-        refuse_extras(body)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either prompt or messages", "prompt")
         if body.prompt is not None:
@@ -204,9 +206,21 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def detokenize(service: Service, body: DetokenizeBody, request: Request) -> Response:
         del request
         service.check_open(body.model)
-        refuse_extras(body)
         ids = service.check_ids(body.tokens, "tokens")
         return _json({"prompt": service.tokenizer.decode(ids)})
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What clients need that render conversations and count tokens themselves."""
+        tokenizer, template = service.tokenizer, service.template
+        return _json(
+            {name: tokenizer.named.get(name) for name in NAMED_TOKENS}
+            | {
+                "chat_template": None if template is None else template.text,
+                "model_max_length": service.engine.hello.max_model_len,
+                "vocab_size": tokenizer.vocab_size,
+            }
+        )
 
     _add_route(app, service, "/tokenize", TokenizeBody, tokenize)
     _add_route(app, service, "/detokenize", DetokenizeBody, detokenize)
@@ -220,6 +234,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "owned_by": "bifolio",
         "max_model_len": service.engine.hello.max_model_len,
         "stop_token_ids": service.stop_ids,
+        "default_sampling": {name: getattr(service.default_sampling, name) for name in DEFAULTED},
     }
 
     @app.get("/v1/models")
@@ -230,7 +245,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """The same by its name."""
-        if name != service.model:
+        if name != service.model.rstrip("/"):  # which it may end in, as paths do
             raise RequestError(f"no model {shown(name)} here", "model", MODEL_NOT_FOUND)
         return _json(card)
 

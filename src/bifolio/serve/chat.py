@@ -21,10 +21,10 @@ from bifolio.serve.streams import EventStream, while_connected
 async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     """Answer a conversation, whole or as a stream of chunks."""
     service.check_open(body.model)
-    body.refuse_extras()
     prompt = await service.encode_chat(body)
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = service.answer_length(prompt, getattr(body, param), "messages", param)
+    wanted = getattr(body, param)
+    max_tokens = service.answer_length(prompt, wanted, "messages", param)
     envelope = Envelope(
         "chatcmpl",
         "chat.completion",
@@ -33,7 +33,10 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
         chunk_kind="chat.completion.chunk",
     )
     sampling = body.sampling(
-        max_tokens=max_tokens, logprobs=body.top, stop_ids=service.tokenizer.stop_ids
+        service.default_sampling,
+        max_tokens=max_tokens,
+        logprobs=body.top,
+        stop_ids=service.tokenizer.stop_ids,
     )
     generation = Generation(
         request_id=envelope.id,
@@ -45,6 +48,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
         sampling=[sampling],
         session=session_of(request.headers),
         limit=body.time_limit(service.config.request_timeout),
+        wanted=wanted,
     )
     if body.stream:
         return EventStream(_events(service.tokenizer, body, envelope, generation))

@@ -18,9 +18,10 @@ from bifolio.errors import RequestError
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
-from bifolio.serve.protocol import MAX_CHOICES, CompletionBody, checked_logprobs, shown
+from bifolio.serve.protocol import MAX_CHOICES, CompletionBody, whole
 from bifolio.serve.service import Service, session_of
 from bifolio.serve.streams import EventStream, while_connected
+from bifolio.words import shown
 
 DEFAULT_MAX_TOKENS = 16
 """The OpenAI API's own default."""
@@ -37,7 +38,6 @@ class _Prompt:
 async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
     """Continue prompts, whole or as a stream of chunks."""
     service.check_open(body.model)
-    body.refuse_extras()
     prompts = await _read_prompts(service, body)
     answer = _Answer(service, body, prompts, session_of(request.headers))
     if body.stream:
@@ -47,7 +47,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
 
 
 async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
-    prompt = body.prompt
+    prompt = whole(body.prompt)
     one = isinstance(prompt, str) or (
         isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
     )
@@ -67,7 +67,7 @@ async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]
             ids = await service.encode(item, add_special_tokens=add)
             found.append(_Prompt(ids, len(service.tokenizer.prefix) if add else 0))
         elif isinstance(item, list):
-            found.append(_Prompt(service.check_ids(item, "prompt")))
+            found.append(_Prompt(service.check_ids(whole(item), "prompt")))
         else:
             raise RequestError(f"prompt: {shown(item)} is neither a text nor token ids", "prompt")
         await asyncio.sleep(0)  # each is quickly read; all together must not hold up the streams
@@ -84,8 +84,7 @@ class _Answer:
         self._tokenizer = service.tokenizer
         self._echo = bool(body.echo)
         self._n = body.choices
-        logprobs = None if body.logprobs is None else checked_logprobs("logprobs", body.logprobs)
-        self._wants_logprobs = logprobs is not None
+        self._wants_logprobs = body.logprobs is not None
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         # Nothing but the prompt is asked for: the engine makes one token, and we drop it.
         self._prompt_only = self._echo and wanted == 0
@@ -96,9 +95,10 @@ class _Answer:
             )
             sampling.append(
                 body.sampling(
+                    service.default_sampling,
                     max_tokens=length,
-                    logprobs=logprobs,
-                    prompt_logprobs=logprobs if self._echo else None,
+                    logprobs=body.logprobs,
+                    prompt_logprobs=body.logprobs if self._echo else None,
                     stop_ids=service.tokenizer.stop_ids,
                 )
             )
@@ -113,6 +113,7 @@ class _Answer:
             sampling=sampling,
             session=session,
             limit=body.time_limit(service.config.request_timeout),
+            wanted=wanted,
         )
         hidden = self._tokenizer.special_ids if body.skip_special_tokens is not False else ()
         self._choices = [

@@ -14,10 +14,12 @@ from bifolio.engine.chat_template import ChatTemplate
 from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError, RequestError
+from bifolio.request import SamplingParams, context_exceeded
 from bifolio.serve.conversation import read_messages
 from bifolio.serve.failures import MODEL_NOT_FOUND
 from bifolio.serve.metrics import Metrics
-from bifolio.serve.protocol import ChatBody, TokenizeBody, shown
+from bifolio.serve.protocol import ChatBody, TokenizeBody
+from bifolio.words import counted, shown
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +28,6 @@ _LONG_TEXT = 50_000
 
 _MESSAGE_TEXT = 100
 """Characters that take as long as a message without any."""
-
-CONTEXT_EXCEEDED = "context_length_exceeded"
 
 Result = TypeVar("Result")
 
@@ -52,11 +52,14 @@ class Service:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         config: ServerConfig,
+        default_sampling: SamplingParams,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
         self.config = config
+        self.default_sampling = default_sampling
+        """What a request is sampled by that does not say otherwise."""
         self.metrics = Metrics(engine)
         self.model = config.served_name or engine.hello.model
         self.fingerprint = f"bifolio-{__version__} {engine.hello.plan}"
@@ -80,11 +83,7 @@ class Service:
         """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
         limit = self.engine.hello.max_model_len
         if len(text) > self.tokenizer.most_chars(limit):
-            raise RequestError(
-                f"{param}: {len(text)} characters are more than a context of {limit} tokens holds",
-                param,
-                CONTEXT_EXCEEDED,
-            )
+            raise context_exceeded(limit, f"the prompt has {len(text)} characters", param)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a plain prompt."""
@@ -99,11 +98,7 @@ class Service:
         """Ids of a conversation, rendered by the template."""
         template = self.template
         if template is None:
-            raise RequestError(
-                "this model has no chat template; start the server with --chat-template FILE, or "
-                "use /v1/completions",
-                "messages",
-            )
+            raise RequestError("this model has no chat template; use /v1/completions", "messages")
         messages = read_messages(body.messages or [])
         size = sum(_MESSAGE_TEXT + len(message["content"]) for message in messages)
 
@@ -113,7 +108,7 @@ class Service:
                 tools=body.tools or None,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final_message=bool(body.continue_final_message),
-                variables=body.chat_template_kwargs,
+                variables=body.template_variables,
             )
             self.check_chars(prompt.text, "messages")
             return self.tokenizer.encode(prompt.text, guard=prompt.guard)
@@ -136,33 +131,26 @@ class Service:
     def answer_length(
         self, prompt: Sequence[int], wanted: int | None, prompt_param: str, param: str
     ) -> int:
-        """Most tokens of an answer: `wanted`, or all that the context has left when None.
+        """Most tokens of an answer: `wanted`, but no more than the context has left.
 
-        RequestError when the context cannot hold prompt and answer, naming its limit.
+        RequestError when the prompt leaves no room, naming the limit.
         """
         limit = self.engine.hello.max_model_len
         if not prompt:
             raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
         if len(prompt) >= limit:
-            raise RequestError(
-                f"{prompt_param}: the prompt has {len(prompt)} tokens and the context {limit}, of "
-                "which at least one is for the answer",
+            raise context_exceeded(
+                limit,
+                f"the prompt has {counted(len(prompt), 'token')}, and at least one more is for "
+                "the answer",
                 prompt_param,
-                CONTEXT_EXCEEDED,
             )
         left = limit - len(prompt)
         if wanted is None:
             return left
         if wanted < 1:
-            raise RequestError(f"{param}: {wanted} must be at least 1", param)
-        if wanted > left:
-            raise RequestError(
-                f"{param}: {wanted} tokens behind a prompt of {len(prompt)} are more than the "
-                f"context of {limit}; at most {left} are possible",
-                param,
-                CONTEXT_EXCEEDED,
-            )
-        return wanted
+            raise RequestError(f"{param}: must be at least 1", param)
+        return min(wanted, left)
 
     async def _work(self, size: int, work: Callable[[], Result]) -> Result:
         """Do it here, or in a thread when it would hold up every other stream."""
