@@ -156,6 +156,8 @@ class ServerConfig(_Frozen):
     """Lets its owner look at and change the workers of two pools; empty: nobody."""
     served_name: str = ""
     chat_template: str = ""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Whether the sampling that the model's files recommend is the default of requests."""
     max_request_bytes: int = 8 * 2**20
     drain_seconds: float = Field(default=30.0, ge=0)
     request_timeout: float | None = Field(default=None, gt=0)

@@ -73,6 +73,9 @@ BOUNDS: Final = {
 }
 """Of the numbers in SamplingParams, by their names."""
 
+DEFAULTED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Parameters for which the files of a model may recommend values."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen and when to stop. All ids are checked against the vocabulary.
@@ -117,6 +120,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 def _check(name: str, value: float, bounds: Bounds, what: str = "value") -> None:
     if not bounds.hold(value):
         raise RequestError(f"{name}: {what} {shown(value)} must be {bounds}", param=name)
+
+
+def context_exceeded(limit: int, however: str, param: str) -> RequestError:
+    """The error of a request that the context cannot hold, in words that clients know.
+
+    LangChain looks for the code, LiteLLM for the first sentence.
+    """
+    text = f"This model's maximum context length is {limit} tokens. However, {however}."
+    return RequestError(text, param, "context_length_exceeded")
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

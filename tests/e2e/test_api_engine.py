@@ -158,7 +158,7 @@ async def test_a_request_cannot_ask_for_more_time_than_the_server_gives(folder):
             answer = await complete(server, **SECONDS_OF_WORK, **own)
             assert answer["error"]["code"] == "deadline_exceeded"
             text = answer["error"]["message"]
-            assert "more than 0.02 s (--request-timeout): ask for fewer tokens" in text
+            assert "more than 0.02 s: ask for fewer tokens" in text
             assert "allow more" not in text
         await server.until_idle()
         metrics = (await server.http.get("/metrics")).text

@@ -57,7 +57,7 @@ async def test_a_body_is_prepared_as_it_would_be_in_the_server(model):
         there = await pool.prepare(Route.COMPLETION, body, LIMITS, "a")
     assert there == prepare(Route.COMPLETION, body, load_text_side(model, TEMPLATE), LIMITS)
     fields = there.body(Route.COMPLETION)
-    assert (fields.max_tokens, fields.prompt, fields.model_extra) == (5, None, {})
+    assert (fields.max_tokens, fields.prompt) == (5, "")
 
 
 async def test_a_request_that_takes_too_long_is_refused_and_the_next_is_served(model):
@@ -144,7 +144,8 @@ def test_the_number_of_values_in_a_body_is_bounded(model, field):
     if field == "chat_template_kwargs":
         body[field] = {"x": many}
     elif field == "tools":
-        body |= {field: [{"x": many}], "tool_choice": "none"}
+        function = {"name": "f", "parameters": {"x": many}}
+        body |= {"tool_choice": "none", field: [{"type": "function", "function": function}]}
     else:
         body["messages"][0]["x"] = many
     text = load_text_side(model, TEMPLATE)

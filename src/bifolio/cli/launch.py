@@ -33,6 +33,7 @@ from bifolio.engine.text_files import load_tokenizer
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError
 from bifolio.machine import read_limits
+from bifolio.models.default_sampling import DefaultSampling
 from bifolio.models.source import ModelSource, resolve_source
 
 if TYPE_CHECKING:
@@ -118,6 +119,9 @@ class _Run:
         self._client = client
         self._config = config
         self._source = source
+        self._sampling = (
+            source.default_sampling if config.generation_config == "auto" else DefaultSampling()
+        )
         self._sock = sock
         self._screen = screen
         self._from_terminal = screen.is_terminal  # a console forgets it with the terminal
@@ -180,7 +184,7 @@ class _Run:
         from bifolio.serve.app import create_app
         from bifolio.serve.server import Server
 
-        app = create_app(engine, tokenizer, text, self._config)
+        app = create_app(engine, tokenizer, text, self._config, self._sampling.params)
         server = Server(app, self._config, lambda: self._announce(engine))
         self._stop = server.stop
         watch = asyncio.create_task(_watch(engine))
@@ -205,6 +209,7 @@ class _Run:
             engine.hello,
             url_of(self._sock),
             self._config.served_name,
+            self._sampling,
             time.monotonic() - self._began,
         )
         if self._screen.is_terminal:
@@ -218,6 +223,11 @@ class _Run:
                 model=summary.shortened_from,
                 cure=f"give --cache-memory {size_text(summary.cache_bytes_for_all)}, or "
                 f"--max-model-len {summary.max_model_len} if that is enough",
+            )
+        if self._sampling.not_applied:
+            log.warning(
+                f"the sampling of {self._sampling.origin} is not applied as a whole",
+                not_applied=", ".join(self._sampling.not_applied),
             )
         if not self._config.engine.integrity:
             log.warning("cache pages are not checked", cure="leave --no-integrity out")

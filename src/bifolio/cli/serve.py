@@ -38,6 +38,13 @@ class Experts(StrEnum):
     MAPPED = "mapped"
 
 
+class GenerationConfig(StrEnum):
+    """Choices of --generation-config."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
 class LogLevel(StrEnum):
     """Choices of --log-level."""
 
@@ -233,6 +240,17 @@ ServedName = Annotated[
 ChatTemplate = Annotated[
     str | None, _option(NETWORK, "A jinja2 file to use as chat template.", "the model's", "FILE")
 ]
+Recommended = Annotated[
+    GenerationConfig | None,
+    _option(
+        NETWORK,
+        "auto samples by the model's generation_config.json (or GGUF metadata) where a request "
+        "leaves a parameter out.",
+        "auto",
+        None,
+        "--generation-config",
+    ),
+]
 DrainSeconds = Annotated[
     float | None,
     _option(NETWORK, "Time that open requests get when the server stops.", "30", "SECONDS"),
@@ -292,6 +310,7 @@ def serve(
     admin_key: AdminKey = None,
     served_name: ServedName = None,
     chat_template: ChatTemplate = None,
+    generation_config: Recommended = None,
     drain_seconds: DrainSeconds = None,
     request_timeout: RequestTimeout = None,
     config: ConfigFile = None,
@@ -346,6 +365,7 @@ def serve(
         "max_connections_per_address": max_connections_per_address,
         "served_name": served_name,
         "chat_template": chat_template,
+        "generation_config": generation_config.value if generation_config is not None else None,
         "drain_seconds": drain_seconds,
         "request_timeout": request_timeout,
     }

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 
 from bifolio.errors import RequestError
-from bifolio.request import Request
+from bifolio.request import Request, context_exceeded
 from bifolio.words import counted
 
 
@@ -42,7 +42,7 @@ class Limits:
             raise RequestError("prompt: it is empty; give at least one token", param="prompt")
         limit = self.longest(pages, page_size)
         if prompt + asked > limit:
-            raise self._too_long(prompt, asked, limit, pages, page_size)
+            raise _too_long(prompt, asked, limit)
         try:
             return array("I", request.prompt_ids)
         except (OverflowError, TypeError) as error:
@@ -50,21 +50,10 @@ class Limits:
                 f"prompt: not a list of token ids: {error}", param="prompt"
             ) from None
 
-    def _too_long(
-        self, prompt: int, asked: int, limit: int, pages: int, page_size: int
-    ) -> RequestError:
-        why = f"the context length is {limit} tokens"
-        if limit < self.max_model_len:
-            why = f"the KV cache holds {limit} tokens ({pages} pages of {page_size})"
-        if prompt >= limit:
-            text = f"prompt: {prompt} tokens leave no room for an answer, since {why}; shorten it"
-        else:
-            text = (
-                f"max_tokens: {asked} after a prompt of {counted(prompt, 'token')} is too much, "
-                f"since {why}; "
-                f"ask for at most {limit - prompt}"
-            )
-        if limit < self.max_model_len:
-            text += " or start the server with more cache_memory"
-        param = "prompt" if prompt >= limit else "max_tokens"
-        return RequestError(text, param=param, code="context_length_exceeded")
+
+def _too_long(prompt: int, asked: int, limit: int) -> RequestError:
+    has = f"the prompt has {counted(prompt, 'token')}"
+    if prompt >= limit:
+        return context_exceeded(limit, f"{has}, and at least one more is for the answer", "prompt")
+    wanted = f"{has} and {asked} were asked for; at most {limit - prompt} are possible"
+    return context_exceeded(limit, wanted, "max_tokens")

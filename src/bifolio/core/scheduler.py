@@ -63,8 +63,8 @@ class Scheduler(SchedulerState):
         token_ids = self.limits.read_prompt(request, self.cache.pool.usable, self.cache.page_size)
         if len(self._waiting) >= self.limits.max_waiting:
             raise OverloadedError(
-                f"{counted(len(self._waiting), 'request')} in line already; try again later or "
-                "raise max_waiting",
+                f"the server is busy: {counted(len(self._waiting), 'request')} in line already; "
+                "send it again later",
                 retry_after=self._end_interval,
             )
         self._join(self._sequence(request, token_ids))
@@ -418,7 +418,7 @@ class Scheduler(SchedulerState):
         text = (
             f"the KV cache has {pool.usable} usable pages of {self.cache.page_size} tokens "
             f"({pool.quarantined} quarantined), too few for the {len(sequence.token_ids)} tokens "
-            "of this request; shorten it or raise cache_memory"
+            "of this request; shorten it"
         )
         self._news.append(self._end_with(sequence, ErrorCode.CACHE_EXHAUSTED, text))
 

@@ -111,6 +111,7 @@ class ChatTemplate:
     ) -> None:
         environment = _environment()
         self.origin = source.origin
+        self.text = source.texts.get("default", "")
         self._named = dict(named)
         self._guards = _Guards(special_texts)
         try:

@@ -22,7 +22,7 @@ from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
 from bifolio.errors import CheckpointError, ConfigError, cause_of
 from bifolio.spec.fields import Fields
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         folder / "tokenizer_config.json"
     )
     _add_declared(backend, settings)
-    named = {name: text for name in _NAMES if (text := _text(settings.get(name)))}
+    named = {name: text for name in NAMED_TOKENS if (text := _text(settings.get(name)))}
     _add_missing(backend, named)
     stop_ids = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
     return Tokenizer(backend, named=named, stop_ids=[i for i in stop_ids if i is not None])

@@ -14,6 +14,7 @@ from typing import Any
 
 from bifolio.errors import CheckpointError, ConfigError, cause_of
 from bifolio.models.builtin import BUILTIN, fetch_builtin
+from bifolio.models.default_sampling import DefaultSampling, default_sampling_of
 from bifolio.models.gguf import GGUFFile
 from bifolio.models.gguf_spec import gguf_spec
 from bifolio.models.progress import Report, hub_bar, silent
@@ -64,6 +65,13 @@ class ModelSource:
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         return _read_object(self.path / "generation_config.json")
+
+    @cached_property
+    def default_sampling(self) -> DefaultSampling:
+        """The sampling that the model's files recommend; CheckpointError names a wrong value."""
+        if self.is_gguf:
+            return default_sampling_of({}, self.gguf.metadata)
+        return default_sampling_of(self.generation_config)
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:

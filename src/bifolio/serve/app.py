@@ -11,26 +11,29 @@ import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from bifolio import __version__
 from bifolio.config import ServerConfig
 from bifolio.disagg.router import PoolRouter
 from bifolio.engine.client import EngineClient
+from bifolio.engine.text_files import NAMED_TOKENS
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, RequestError
+from bifolio.request import DEFAULTED, SamplingParams
 from bifolio.serve.admin import add_admin
 from bifolio.serve.chat import chat
 from bifolio.serve.completions import complete
 from bifolio.serve.failures import MODEL_NOT_FOUND, Failure, failure_of
 from bifolio.serve.metrics import CONTENT_TYPE
 from bifolio.serve.middleware import add_middleware
+from bifolio.serve.openapi import body_of, describe
 from bifolio.serve.prepare import BODIES, Prepared, Route
-from bifolio.serve.protocol import shown
 from bifolio.serve.refusals import Refusals
 from bifolio.serve.service import Service
 from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
 from bifolio.serve.text_pool import TextService
+from bifolio.words import cut, shown
 
 MAX_BODY_BYTES = 64 * 2**20
 """Most bytes of all bodies that are being received or prepared."""
@@ -82,12 +85,14 @@ def create_app(
     tokenizer: Tokenizer,
     text: TextService,
     config: ServerConfig,
+    default_sampling: SamplingParams | None = None,
 ) -> FastAPI:
     """The API over an engine that has started. `app.state.service` holds its state.
 
-    `text` reads bodies; `tokenizer` is for answers.
+    `text` reads bodies; `tokenizer` is for answers. A sampling parameter that is left out is that
+    of `default_sampling`.
     """
-    service = Service(engine, tokenizer, text, config)
+    service = Service(engine, tokenizer, text, config, default_sampling or SamplingParams())
     # The pages that FastAPI would show load scripts from elsewhere.
     app = FastAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -101,6 +106,7 @@ def create_app(
     _add_state(app, service)
     if isinstance(engine, PoolRouter) and config.admin_key:
         add_admin(app, engine.fleet, config.admin_key)
+    app.openapi_schema = describe(app)
     return app
 
 
@@ -111,7 +117,7 @@ def _add_failures(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{cut(request.method)} {cut(request.url.path)}: {error.detail}"
         headers = dict(error.headers or {})
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return Failure(error.status_code, kind, message, headers=headers).response()
@@ -136,31 +142,14 @@ def _add_route(app: FastAPI, service: Service, path: str, route: Route, answer: 
         return await answer(service, prepared, request)
 
     bodies: BodyReader = app.state.bodies
-    schema = _inlined(BODIES[route].model_json_schema())
     app.add_api_route(
         path,
         handler,
         methods=["POST"],
         name=path,
-        response_class=Response,
-        openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-        },
+        response_class=JSONResponse,
+        openapi_extra=body_of(BODIES[route]),
     )
-
-
-def _inlined(schema: dict[str, Any]) -> Any:
-    """A JSON schema with its definitions in place of the references to them."""
-    definitions = schema.pop("$defs", {})
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            if "$ref" in value:
-                return walk(definitions[value["$ref"].rsplit("/", 1)[1]])
-            return {key: walk(item) for key, item in value.items()}
-        return [walk(item) for item in value] if isinstance(value, list) else value
-
-    return walk(schema)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -187,6 +176,19 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.check_open(prepared.body(Route.DETOKENIZE).model)
         return _json({"prompt": prepared.text})
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What clients need that render conversations and count tokens themselves."""
+        tokenizer = service.tokenizer
+        return _json(
+            {name: tokenizer.named.get(name) for name in NAMED_TOKENS}
+            | {
+                "chat_template": service.text.template,
+                "model_max_length": service.engine.hello.max_model_len,
+                "vocab_size": tokenizer.vocab_size,
+            }
+        )
+
     _add_route(app, service, "/tokenize", Route.TOKENIZE, tokenize)
     _add_route(app, service, "/detokenize", Route.DETOKENIZE, detokenize)
 
@@ -199,6 +201,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "owned_by": "bifolio",
         "max_model_len": service.engine.hello.max_model_len,
         "stop_token_ids": service.stop_ids,
+        "default_sampling": {name: getattr(service.default_sampling, name) for name in DEFAULTED},
     }
 
     @app.get("/v1/models")
@@ -209,7 +212,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """The same by its name."""
-        if name != service.model:
+        if name != service.model.rstrip("/"):  # which it may end in, as paths do
             raise RequestError(f"no model {shown(name)} here", "model", MODEL_NOT_FOUND)
         return _json(card)
 

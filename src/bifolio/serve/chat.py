@@ -26,7 +26,8 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
     service.check_open(body.model)
     prompt = prepared.prompts[0].ids
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = service.answer_length(prompt, getattr(body, param), "messages", param)
+    wanted = getattr(body, param)
+    max_tokens = service.answer_length(prompt, wanted, "messages", param)
     envelope = Envelope(
         answer_id(request, "chatcmpl"),
         "chat.completion",
@@ -34,7 +35,12 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
         service.fingerprint,
         chunk_kind="chat.completion.chunk",
     )
-    sampling = body.sampling(max_tokens=max_tokens, logprobs=body.top, stop_ids=service.end_ids)
+    sampling = body.sampling(
+        service.default_sampling,
+        max_tokens=max_tokens,
+        logprobs=body.top,
+        stop_ids=service.end_ids,
+    )
     generation = Generation(
         request_id=envelope.id,
         engine=service.engine,
@@ -47,6 +53,7 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
         tenant=tenant_of(request),
         share_cache=service.config.share_prefix_cache,
         limit=body.time_limit(service.config.request_timeout),
+        wanted=wanted,
     )
     if body.stream:
         return EventStream(_events(service.tokenizer, body, envelope, generation))

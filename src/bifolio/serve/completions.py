@@ -17,7 +17,7 @@ from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
 from bifolio.serve.middleware import answer_id
 from bifolio.serve.prepare import EncodedPrompt, Prepared, Route
-from bifolio.serve.protocol import CompletionBody, checked_logprobs
+from bifolio.serve.protocol import CompletionBody
 from bifolio.serve.service import Service, session_of, tenant_of
 from bifolio.serve.streams import EventStream, while_connected
 
@@ -50,8 +50,7 @@ class _Answer:
         self._tokenizer = service.tokenizer
         self._echo = bool(body.echo)
         self._n = body.choices
-        logprobs = None if body.logprobs is None else checked_logprobs("logprobs", body.logprobs)
-        self._wants_logprobs = logprobs is not None
+        self._wants_logprobs = body.logprobs is not None
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         # Nothing but the prompt is asked for: the engine makes one token, and we drop it.
         self._prompt_only = self._echo and wanted == 0
@@ -62,9 +61,10 @@ class _Answer:
             )
             sampling.append(
                 body.sampling(
+                    service.default_sampling,
                     max_tokens=length,
-                    logprobs=logprobs,
-                    prompt_logprobs=logprobs if self._echo else None,
+                    logprobs=body.logprobs,
+                    prompt_logprobs=body.logprobs if self._echo else None,
                     stop_ids=service.end_ids,
                 )
             )
@@ -83,6 +83,7 @@ class _Answer:
             tenant=tenant_of(request),
             share_cache=service.config.share_prefix_cache,
             limit=body.time_limit(service.config.request_timeout),
+            wanted=wanted,
         )
         hidden = self._tokenizer.special_ids if body.skip_special_tokens is not False else ()
         self._choices = [

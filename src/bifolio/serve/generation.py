@@ -56,16 +56,23 @@ class Usage:
     cached_tokens: int = 0
     pages_checked: int = 0
     workers: Sequence[str] = ()
+    clamped_to: int | None = None
+    """Most tokens that an answer could have, where more were asked for; of several the least."""
 
     def body(self) -> dict[str, object]:
-        """As the API shows it; `pages_checked` is ours, as is `workers`, where there are some."""
+        """As the API shows it. `pages_checked` is ours, as is what only some answers have."""
+        ours: dict[str, object] = {}
+        if self.workers:
+            ours["workers"] = list(self.workers)
+        if self.clamped_to is not None:
+            ours["max_tokens_clamped_to"] = self.clamped_to
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "pages_checked": self.pages_checked,
-        } | ({"workers": list(self.workers)} if self.workers else {})
+        } | ours
 
 
 class _Choice:
@@ -110,7 +117,10 @@ class _Choice:
 
 
 class Generation:
-    """All answers to all prompts of one HTTP request. Choice i * n + j answers prompt i."""
+    """All answers to all prompts of one HTTP request. Choice i * n + j answers prompt i.
+
+    `wanted` is the length that the client asked for, which the context may not hold.
+    """
 
     def __init__(
         self,
@@ -126,6 +136,7 @@ class Generation:
         tenant: str = "",
         share_cache: bool = False,
         limit: TimeLimit,
+        wanted: int | None = None,
     ) -> None:
         n = body.choices
         if len(prompts) * n > MAX_CHOICES:
@@ -137,6 +148,8 @@ class Generation:
         self._limit = limit
         self._n = n
         self._prompt_tokens = sum(map(len, prompts))
+        possible = min(params.max_tokens for params in sampling)
+        self._clamped_to = possible if wanted is not None and wanted > possible else None
         self._requests: list[Request] = []
         self._choices: dict[str, _Choice] = {}
         named_stops = frozenset(body.stop_token_ids or ())
@@ -177,6 +190,7 @@ class Generation:
             completion_tokens=sum(choice.completion_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[:: self._n]),
             pages_checked=sum(choice.pages_checked for choice in choices),
+            clamped_to=self._clamped_to,
             workers=list(dict.fromkeys(choice.worker for choice in choices if choice.worker)),
         )
 

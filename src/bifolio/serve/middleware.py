@@ -1,6 +1,7 @@
 """What every HTTP request passes on its way to a route, from the outside in.
 
     RequestIds       names it, counts it, answers what nobody caught
+    PlainPaths       /v1/models/ is /v1/models
     HeadAsGet        HEAD is GET without the body
     CORSMiddleware   answers browsers that ask for a page of another origin (Starlette's)
     Gate             host name, key, page of origin, kind of body
@@ -57,6 +58,7 @@ def add_middleware(
     if config.cors_origins or config.api_keys:
         app.add_middleware(CORSMiddleware, **_cors(config))
     app.add_middleware(HeadAsGet)
+    app.add_middleware(PlainPaths)
     app.add_middleware(RequestIds, metrics=metrics)
 
 
@@ -127,6 +129,18 @@ class RequestIds:
                 # A connection that was refused meanwhile has sent a status of its own.
                 ended = state.get("ended_with", status if complete else CLIENT_CLOSED_REQUEST)
                 self._metrics.answered(ended)
+
+
+class PlainPaths:
+    """Takes `/v1/models/` as `/v1/models`, for every path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 class HeadAsGet:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from bifolio.engine.text_files import TextSide
 from bifolio.errors import RequestError
+from bifolio.request import context_exceeded
 from bifolio.serve.conversation import read_messages
 from bifolio.serve.protocol import (
     MAX_CHOICES,
@@ -24,19 +25,25 @@ from bifolio.serve.protocol import (
     DetokenizeBody,
     TokenizeBody,
     parse_body,
-    refuse_extras,
-    shown,
+    whole,
 )
+from bifolio.words import shown
 
 logger = logging.getLogger(__name__)
-
-CONTEXT_EXCEEDED = "context_length_exceeded"
 
 MAX_VALUES = 100_000
 """Most values (texts, numbers, objects, lists) in messages, tools and template variables."""
 
 _BULK = frozenset({"prompt", "messages", "tools", "chat_template_kwargs", "tokens"})
 """Fields that have done their work once the ids are there."""
+
+
+_STAND_INS: dict[type[BaseModel], dict[str, Any]] = {
+    ChatBody: {"messages": [{"role": "user", "content": ""}]},
+    CompletionBody: {"prompt": ""},
+    DetokenizeBody: {"tokens": [0]},
+}
+"""For those of them without which a body is none."""
 
 
 class Route(StrEnum):
@@ -91,14 +98,11 @@ def prepare(route: Route, data: bytes, text: TextSide, limits: TextLimits) -> Pr
     """Read a body and turn its text into ids. RequestError names the field at fault."""
     body = parse_body(BODIES[route], data)
     if isinstance(body, ChatBody):
-        body.refuse_extras()
         return Prepared(
             fields=_fields(body), prompts=[EncodedPrompt(_chat_ids(body, text, limits))]
         )
     if isinstance(body, CompletionBody):
-        body.refuse_extras()
         return Prepared(fields=_fields(body), prompts=_prompts(body, text, limits))
-    refuse_extras(body)
     if isinstance(body, DetokenizeBody):
         ids = check_ids(body.tokens, "tokens", limits)
         return Prepared(fields=_fields(body), text=text.tokenizer.decode(ids))
@@ -116,15 +120,12 @@ def prepare(route: Route, data: bytes, text: TextSide, limits: TextLimits) -> Pr
 
 
 def _fields(body: BaseModel) -> bytes:
-    extras = set(body.model_extra or {})  # they have been found harmless
-    rest = body.model_dump(exclude=set(_BULK) | extras, exclude_none=True)
-    empty: dict[str, Any] = {"messages": []} if isinstance(body, ChatBody) else {}
-    empty |= {"tokens": []} if isinstance(body, DetokenizeBody) else {}
-    return msgspec.json.encode(rest | empty)
+    rest = body.model_dump(exclude=set(_BULK), exclude_none=True)
+    return msgspec.json.encode(rest | _STAND_INS.get(type(body), {}))
 
 
 def _prompts(body: CompletionBody, text: TextSide, limits: TextLimits) -> list[EncodedPrompt]:
-    prompt = body.prompt
+    prompt = whole(body.prompt)
     one = isinstance(prompt, str) or (
         isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
     )
@@ -144,7 +145,7 @@ def _prompts(body: CompletionBody, text: TextSide, limits: TextLimits) -> list[E
             ids = _plain_ids(item, text, limits, add_special_tokens=add)
             prompts.append(EncodedPrompt(ids, added))
         elif isinstance(item, list):
-            prompts.append(EncodedPrompt(check_ids(item, "prompt", limits)))
+            prompts.append(EncodedPrompt(check_ids(whole(item), "prompt", limits)))
         else:
             raise RequestError(f"prompt: {shown(item)} is neither a text nor token ids", "prompt")
     return prompts
@@ -163,11 +164,7 @@ def _plain_ids(
 def _chat_ids(body: ChatBody | TokenizeBody, text: TextSide, limits: TextLimits) -> list[int]:
     template = text.template
     if template is None:
-        raise RequestError(
-            "this model has no chat template; start the server with --chat-template FILE, or "
-            "use /v1/completions",
-            "messages",
-        )
+        raise RequestError("this model has no chat template; use /v1/completions", "messages")
     for name in ("messages", "tools", "chat_template_kwargs"):
         if sum(1 for _ in _values(getattr(body, name), MAX_VALUES)) > MAX_VALUES:
             raise RequestError(f"{name}: more than {MAX_VALUES} values", name)
@@ -176,7 +173,7 @@ def _chat_ids(body: ChatBody | TokenizeBody, text: TextSide, limits: TextLimits)
         tools=body.tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
+        variables=body.template_variables,
     )
     _check_chars(prompt.text, "messages", text, limits)
     ids = text.tokenizer.encode(prompt.text, guard=prompt.guard)
@@ -202,11 +199,7 @@ def _check_chars(prompt: str, param: str, text: TextSide, limits: TextLimits) ->
     """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
     limit = limits.max_model_len
     if len(prompt) > text.tokenizer.most_chars(limit):
-        raise RequestError(
-            f"{param}: {len(prompt)} characters are more than a context of {limit} tokens holds",
-            param,
-            CONTEXT_EXCEEDED,
-        )
+        raise context_exceeded(limit, f"the prompt has {len(prompt)} characters", param)
 
 
 def check_ids(ids: Sequence[Any], param: str, limits: TextLimits) -> list[int]:

@@ -11,12 +11,13 @@ from bifolio.config import ServerConfig
 from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError, RequestError
+from bifolio.request import SamplingParams, context_exceeded
 from bifolio.serve.failures import MODEL_NOT_FOUND
 from bifolio.serve.metrics import Metrics
-from bifolio.serve.prepare import CONTEXT_EXCEEDED, Prepared, Route, TextLimits
-from bifolio.serve.protocol import shown
+from bifolio.serve.prepare import Prepared, Route, TextLimits
 from bifolio.serve.streams import while_connected
 from bifolio.serve.text_pool import TextService
+from bifolio.words import counted, shown
 
 
 def tenant_of(request: Request) -> str:
@@ -46,11 +47,14 @@ class Service:
         tokenizer: Tokenizer,
         text: TextService,
         config: ServerConfig,
+        default_sampling: SamplingParams,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.text = text
         self.config = config
+        self.default_sampling = default_sampling
+        """What a request is sampled by that does not say otherwise."""
         self.metrics = Metrics(engine)
         self.model = config.served_name or engine.hello.model
         self.fingerprint = f"bifolio-{__version__} {engine.hello.plan}"
@@ -83,10 +87,10 @@ class Service:
     def answer_length(
         self, prompt: Sequence[int], wanted: int | None, prompt_param: str, param: str
     ) -> int:
-        """Most tokens of an answer: `wanted`, or all that the context has left when None.
+        """Most tokens of an answer: `wanted`, but no more than the context has left.
 
-        RequestError when the context cannot hold prompt and answer, naming its limit, or when the
-        prompt has a token that the tokenizer knows and the model does not.
+        RequestError when the prompt leaves no room, naming the limit, or has a token that the
+        tokenizer knows and the model does not.
         """
         limit, vocab = self.engine.hello.max_model_len, self.engine.hello.vocab
         if (most := max(prompt, default=0)) >= vocab:
@@ -98,22 +102,15 @@ class Service:
         if not prompt:
             raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
         if len(prompt) >= limit:
-            raise RequestError(
-                f"{prompt_param}: the prompt has {len(prompt)} tokens and the context {limit}, of "
-                "which at least one is for the answer",
+            raise context_exceeded(
+                limit,
+                f"the prompt has {counted(len(prompt), 'token')}, and at least one more is for "
+                "the answer",
                 prompt_param,
-                CONTEXT_EXCEEDED,
             )
         left = limit - len(prompt)
         if wanted is None:
             return left
         if wanted < 1:
-            raise RequestError(f"{param}: {wanted} must be at least 1", param)
-        if wanted > left:
-            raise RequestError(
-                f"{param}: {wanted} tokens behind a prompt of {len(prompt)} are more than the "
-                f"context of {limit}; at most {left} are possible",
-                param,
-                CONTEXT_EXCEEDED,
-            )
-        return wanted
+            raise RequestError(f"{param}: must be at least 1", param)
+        return min(wanted, left)

@@ -57,6 +57,10 @@ _RESTARTS = 3
 class TextService(Protocol):
     """Turns bodies into prepared requests."""
 
+    @property
+    def template(self) -> str | None:
+        """The text of the chat template, if the model has one."""
+
     async def prepare(self, route: Route, data: bytes, limits: TextLimits, client: str) -> Prepared:
         """See `TextPool.prepare`."""
 
@@ -136,6 +140,8 @@ class TextPool:
         self._starts: set[asyncio.Task[None]] = set()
         self._ending: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
+        self.template: str | None = None
+        """The text of the chat template, once it is loaded."""
 
     async def start(self) -> TextReady:
         """Start the processes; what the first says of the model's text side.
@@ -144,6 +150,7 @@ class TextPool:
         """
         try:
             ready = await self._add()
+            self.template = ready.template
             for _ in range(self._count - 1):
                 self._start_another()
         except BaseException:

@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 class TextReady(msgspec.Struct, frozen=True, tag=True):
     """The text side is loaded. `stop_ids` are end tokens, that of the template among them."""
 
-    has_template: bool
+    template: str | None
     stop_ids: list[int]
 
 
@@ -124,7 +124,7 @@ def _run(channel: Channel[LoadText | Job]) -> None:
                     _limit(JOB_BYTES)
                     grown = _memory()[1] + KEPT_BYTES
                     stop_ids = sorted(text.tokenizer.stop_ids)
-                    answer = TextReady(text.template is not None, stop_ids)
+                    answer = TextReady(text.template.text if text.template else None, stop_ids)
                 else:
                     assert text is not None, "LoadText comes first"
                     done = prepare(message.route, message.data, text, message.limits)

@@ -84,6 +84,7 @@ class InlineText:
 
     def __init__(self, text: TextSide) -> None:
         self._text = text
+        self.template = None if text.template is None else text.template.text
 
     async def prepare(self, route: Route, data: bytes, limits: TextLimits, client: str) -> Prepared:
         """See `TextPool.prepare`; nothing is limited."""

@@ -47,6 +47,7 @@ EVERY_OPTION = {
     "--admin-key": ("k", "admin_key", "k"),
     "--served-name": ("n", "served_name", "n"),
     "--chat-template": ("t.jinja", "chat_template", "t.jinja"),
+    "--generation-config": ("none", "generation_config", "none"),
     "--drain-seconds": ("1.5", "drain_seconds", 1.5),
     "--request-timeout": ("9.5", "request_timeout", 9.5),
 }

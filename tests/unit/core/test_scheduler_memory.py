@@ -88,7 +88,7 @@ def test_a_pool_too_small_for_all_serves_them_in_bounded_work(two_writers: bool)
     model = ScriptedModel(decode_writer=2 if two_writers else 1)
     limits = Limits(max_model_len=10**9, max_num_seqs=8, max_step_tokens=32)
     rig = Rig(pages=16, model=model, limits=limits)
-    with pytest.raises(RequestError, match="ask for at most 56"):
+    with pytest.raises(RequestError, match="at most 56 are possible"):
         rig.add(ask("boundless", own_prompt(1, 8), 10**6))
     requests = [ask(str(i), own_prompt(i, 8), 56) for i in range(8)]
     for request, answer in zip(requests, rig.run(*requests), strict=True):
@@ -229,7 +229,7 @@ def test_a_shrunken_pool_refuses_what_it_used_to_take() -> None:
     rig = Rig(pages=12, limits=Limits(max_model_len=48))
     shrink(rig, 6)
     assert rig.scheduler.max_request_tokens == 24
-    with pytest.raises(RequestError, match="holds 24 tokens"):
+    with pytest.raises(RequestError, match="length is 24 tokens"):
         rig.add(ask("a", own_prompt(1, 20), 5))
 
 
@@ -239,7 +239,7 @@ def test_every_page_can_be_quarantined_without_a_crash() -> None:
     shrink(rig, 4)
     rig.run()
     assert rig.answers["a"].error_code is ErrorCode.CACHE_EXHAUSTED
-    with pytest.raises(RequestError, match="holds 0 tokens"):
+    with pytest.raises(RequestError, match="length is 0 tokens"):
         rig.add(ask("b", [1], 1))
 
 
