@@ -209,14 +209,13 @@ CONTENTS = [
     ({"role": ["user"], "content": "a"}, "messages[1].role"),
     ({"role": "assistant", "tool_calls": "x"}, "messages[1].tool_calls"),
     ({"role": "assistant", "tool_calls": [5]}, "messages[1].tool_calls[0].function"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, None),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}, None),
     (
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
         "messages[1].tool_calls[0].function.arguments",
     ),
-    (
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-        "messages[1].tool_calls[0].function.arguments",
-    ),
+    ({"role": "user", "content": "a", "prefix": True}, "messages[1].prefix"),
 ]
 
 
@@ -325,6 +324,35 @@ async def test_what_cannot_be_honoured_is_refused_with_its_code_at_every_depth(
     tiny, code, extra, param, words
 ):
     await refused(tiny, "/v1/chat/completions", CHAT | extra, param, words, code=code)
+
+
+async def test_a_chat_with_tools_is_refused_with_the_option_that_lets_the_model_see_them(tiny):
+    """What Open WebUI sends when a tool is switched on; the option that the text names works."""
+    body = {"stream": True, "model": "tiny", "messages": USER, "tools": TOOLS}
+    body |= {"tool_choice": "auto", "stream_options": {"include_usage": True}}
+    await refused(tiny, "/v1/chat/completions", body, "tool_choice", "with tool_choice='none'")
+    answer = await tiny.post("/v1/chat/completions", **body | {"tool_choice": "none"})
+    assert answer.status_code == 200
+    ids = (await tiny.post("/tokenize", messages=USER, tools=TOOLS)).json()["tokens"]
+    assert json.dumps(TOOLS[0]) in (await tiny.post("/detokenize", tokens=ids)).json()["prompt"]
+
+
+async def test_a_history_of_tool_calls_and_developer_messages_is_in_the_prompt(tiny):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "not json"}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "failed"},
+    ]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 4}
+    assert (await tiny.post("/v1/chat/completions", **body)).status_code == 200
+    ids = (await tiny.post("/tokenize", messages=messages)).json()["tokens"]
+    assert (await tiny.post("/detokenize", tokens=ids)).json()["prompt"] == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"id": "c1", "name": "f", "arguments": "not json"}\n'
+        "</tool_call><|im_end|>\n<|im_start|>tool\nfailed<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 async def test_long_nonsense_is_refused_fast_and_in_few_words(tiny):

@@ -205,11 +205,30 @@ def test_an_entry_of_a_gguf_file_that_is_of_another_type_is_named(key, value):
 
 
 @pytest.mark.parametrize("key", ["bos", "eos", "eot", "unknown", "padding"])
-@pytest.mark.parametrize("value", [273, 2**32 - 1, 2**63, -1, 1.0, "</s>", [0, 273]])
+@pytest.mark.parametrize("value", [273, 2**32 - 2, 2**63, -2, 1.0, "</s>", [0, 273]])
 def test_a_named_token_of_a_gguf_file_must_be_one_of_its_tokens(key, value):
     key = f"tokenizer.ggml.{key}_token_id"
     with pytest.raises(CheckpointError, match=key):
         tokenizer_from_gguf(sentencepiece_metadata() | {key: value})
+
+
+@pytest.mark.parametrize("key", ["bos", "eos", "eot", "unknown", "padding"])
+@pytest.mark.parametrize("value", [2**32 - 1, 2**64 - 1, -1, [-1]])
+def test_an_id_of_minus_one_in_a_gguf_file_means_no_such_token(key, value, caplog):
+    metadata = sentencepiece_metadata(eot_token_id=2, padding_token_id=0)
+    whole = tokenizer_from_gguf(metadata)
+    key = f"tokenizer.ggml.{key}_token_id"
+    assert not caplog.text
+    tokenizer = tokenizer_from_gguf(metadata | {key: value})
+    assert f"{key} says that there is no such token" in caplog.text
+    absent = tokenizer_from_gguf({k: v for k, v in metadata.items() if k != key})
+    for one in (tokenizer, absent):
+        assert one.named.items() <= whole.named.items()
+        assert one.encode("abc", add_special_tokens=True) == absent.encode(
+            "abc", add_special_tokens=True
+        )
+    assert tokenizer.named == absent.named
+    assert tokenizer.stop_ids == absent.stop_ids
 
 
 @pytest.mark.parametrize("merge", ["a q", "q a", "a b"])
@@ -245,9 +264,23 @@ def test_special_tokens_in_text_count_unless_guarded():
     tokenizer = byte_tokenizer()
     text = "<|im_start|>hi<|im_end|>"
     assert tokenizer.encode(text) == [IM_START, *b"hi", IM_END]
-    guarded = text.replace("<|im_end|>", "<\ue000|im_end|>")
-    assert tokenizer.encode(guarded, guard="\ue000") == [IM_START, *b"hi<|im_end|>"]
+    guarded, guard = (
+        text.replace("<|im_end|>", "\ue000|im_end\ue001|>"),
+        {"\ue000": "<", "\ue001": ""},
+    )
+    assert tokenizer.encode(guarded, guard=guard) == [IM_START, *b"hi<|im_end|>"]
+
+
+def test_reserved_marks_are_tokens_unless_guarded_and_never_special():
+    tokenizer = byte_tokenizer()
     assert tokenizer.encode("a<think>b") == [ord("a"), THINK, ord("b")]
+    assert [*tokenizer.added_texts] == ["<think>"]
+    tokenizer.reserve(["<think>"])
+    assert tokenizer.encode("a<think>b") == [ord("a"), THINK, ord("b")]
+    guard = {"\ue000": "<"}
+    assert tokenizer.encode("\ue000think><think>", guard=guard) == [*b"<think>", THINK]
+    assert tokenizer.decode([THINK], skip_special_tokens=True) == "<think>"
+    assert "<think>" not in tokenizer.special_texts
 
 
 @pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"single_word": False}])
@@ -289,7 +322,7 @@ def test_a_special_token_that_is_an_ordinary_piece_cannot_be_forged():
     backend.add_special_tokens([AddedToken("</s>", normalized=False, special=True)])
     ours = Tokenizer(backend, named={})
     assert ours.encode("a</s>") == [2, 3]
-    assert ours.encode("a<\ue000/s>", guard="\ue000") == [2, 4, 5, 6, 7]
+    assert ours.encode("a\ue000/s>", guard={"\ue000": "<"}) == [2, 4, 5, 6, 7]
 
 
 def test_bos_is_put_before_plain_prompts_only_and_doubling_is_seen():

@@ -219,11 +219,19 @@ def test_end_tokens_are_the_union_of_those_in_the_metadata(tmp_path: Path) -> No
     assert GGUFFile(tmp_path / "m.gguf").metadata["general.architecture"] == "llama"
 
 
+def test_an_end_token_of_minus_one_means_that_there_is_none(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", tiny_config("llama"), all_of(Type.F32))
+    data = (tmp_path / "m.gguf").read_bytes()
+    at = data.index(b"tokenizer.ggml.eot_token_id") + len(b"tokenizer.ggml.eot_token_id") + 4
+    (tmp_path / "none.gguf").write_bytes(data[:at] + b"\xff" * 4 + data[at + 4 :])
+    assert resolve_source(str(tmp_path / "none.gguf")).spec.stop_ids == (2,)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
         (b"llama.block_count", 2**32 - 1, "llama.block_count is 4294967295"),
-        (b"tokenizer.ggml.eot_token_id", 2**32 - 1, "end token 4294967295 is none of"),
+        (b"tokenizer.ggml.eot_token_id", 2**32 - 2, "end token 4294967294 is none of"),
     ],
 )
 def test_numbers_far_beyond_the_file_are_refused_before_they_are_used(

@@ -8,6 +8,7 @@ the start, not at the first request.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from bifolio.engine.tokenizer import Tokenizer
 from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
 from bifolio.errors import CheckpointError, ConfigError, cause_of
 from bifolio.spec.fields import Fields
+
+logger = logging.getLogger(__name__)
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -36,17 +39,31 @@ class TextSide:
 def load_text_side(source: Path | Mapping[str, Any], chat_template: str = "") -> TextSide:
     """Tokenizer and template of a checkpoint folder, or of the metadata of a GGUF file.
 
-    `chat_template` is a file, or a template's text, that goes before the model's own.
+    `chat_template` is a file, or a template's text, that goes before the model's own. The control
+    text with which the template ends an answer is an end token, too.
     CheckpointError and ConfigError name the file at fault.
     """
     tokenizer = load_tokenizer(source)
     found = _template_in_folder(source) if isinstance(source, Path) else _template_in_gguf(source)
     if chat_template:
         found = _given_template(chat_template)
-    template = None
-    if found is not None:
-        template = ChatTemplate(found, named=tokenizer.named, special_texts=tokenizer.special_texts)
-    return TextSide(tokenizer, template)
+    return TextSide(tokenizer, None if found is None else compile_template(found, tokenizer))
+
+
+def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template for a tokenizer, which learns of its marks and of its end of a turn."""
+    template = ChatTemplate(
+        source,
+        named=tokenizer.named,
+        special_texts=tokenizer.special_texts,
+        added_texts=tokenizer.added_texts,
+    )
+    tokenizer.reserve(template.marks)
+    end = template.turn_end([tokenizer.decode([i]) for i in tokenizer.stop_ids])
+    if end is not None:
+        logger.info("the chat template in %s ends an answer with %r", template.origin, end)
+        tokenizer.stop_ids |= set(tokenizer.encode(end))
+    return template
 
 
 def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer:

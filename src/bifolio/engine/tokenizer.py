@@ -5,10 +5,11 @@ tokens (`<|im_end|>`, BOS, …) are found by us, before it sees the text, becaus
 wrote them. A chat template may write a special token; a user may not: `<|im_end|>` in a message
 must stay ten characters, or whoever writes a message could end it and speak as the system.
 
-The chat template does its part by putting a guard character into each special token that came
-from outside (see `chat_template`). `encode` then looks for special tokens, which a guard hides,
-drops the guards, and gives everything between the special tokens to the package with the
-recognition of special tokens switched off.
+The chat template does its part by giving stand-ins for characters that came from outside (see
+`control_texts`). `encode` then looks for special tokens, which a stand-in hides, puts the
+characters back, and gives everything between the special tokens to the package with the
+recognition of special tokens switched off. The same is done for other added tokens that the
+template uses as marks (`reserve`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import Any
 
 import tokenizers
 import tokenizers.models
+from tokenizers import AddedToken
 
+from bifolio.engine.control_texts import any_of, put_back
 from bifolio.errors import ConfigError
 
 _WORD_MARK = "▁"
@@ -35,7 +38,7 @@ class Tokenizer:
     """One model's tokenizer.
 
     `named` maps `bos_token`, `eos_token`, … to their texts, as templates expect them. `stop_ids`
-    are the end tokens that the tokenizer's own files declare. `prefix` and `suffix` are the ids
+    are the end tokens of its files and of the chat template. `prefix` and `suffix` are the ids
     that the tokenizer adds around a plain prompt (usually BOS before it, or nothing).
     """
 
@@ -55,9 +58,9 @@ class Tokenizer:
         decoder = _parts(_settings(backend.decoder))
         self._backend = backend
         self._later = _continuing(backend) or backend
-        self._specials = {token.content: i for i, token in added.items() if token.special}
+        self._controls = {token.content: i for i, token in added.items() if token.special}
         self._added = {i: token.content for i, token in added.items()}
-        self._special_pattern = _pattern(self._specials)
+        self._pattern = any_of(self._controls)
         self._left_strippers = {token.content for token in added.values() if token.lstrip}
         self._right_strippers = {token.content for token in added.values() if token.rstrip}
         self._byte_level = _is_byte_level(decoder)
@@ -68,9 +71,10 @@ class Tokenizer:
         self._token_chars = max(map(len, vocab)) * _shrinkage(_settings(backend.normalizer))
         if self._left_strippers or self._right_strippers or _fuses_unknown(backend.model):
             self._token_chars = math.inf
-        self.special_ids = frozenset(self._specials.values())
+        self.special_ids = frozenset(self._controls.values())
+        self._control_ids = set(self.special_ids)
         self.named = dict(named)
-        self.stop_ids = frozenset(stop_ids)
+        self.stop_ids: frozenset[int] = frozenset(stop_ids)
         self.bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
         around = _around(backend)
         self.prefix = tuple(around[0] if prefix is None else prefix)
@@ -79,22 +83,44 @@ class Tokenizer:
     @property
     def special_texts(self) -> Collection[str]:
         """How the special tokens are spelled."""
-        return self._specials.keys()
+        return [self._added[i] for i in self.special_ids]
 
     def holds_special(self, text: str) -> bool:
         """Whether the text of a special token is in it."""
-        return bool(self._specials) and self._special_pattern.search(text) is not None
+        return any(special in text for special in self.special_texts)
 
-    def encode(self, text: str, *, add_special_tokens: bool = False, guard: str = "") -> list[int]:
-        """Token ids of a text; special tokens in it count as such unless a guard is inside.
+    @property
+    def added_texts(self) -> Collection[str]:
+        """How the added tokens that are not special are spelled."""
+        return [text for i, text in self._added.items() if i not in self.special_ids]
+
+    def reserve(self, marks: Iterable[str]) -> None:
+        """Hide these added tokens, too, where a stand-in is inside. They do not become special."""
+        added = {text: i for i, text in self._added.items()}
+        self._controls |= {text: added[text] for text in marks}
+        self._control_ids = set(self._controls.values())
+        self._pattern = any_of(self._controls)
+        tokens = [AddedToken(text, special=True, normalized=False) for text in marks]
+        for backend in (self._backend, self._later):
+            backend.add_special_tokens(tokens)  # that we find them, not the package
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        guard: Mapping[str, str] | None = None,
+    ) -> list[int]:
+        """Token ids of a text; special tokens in it count as such unless a stand-in is inside.
 
         `add_special_tokens` puts the tokenizer's prefix and suffix around it: right for a plain
-        prompt, wrong for a rendered template, which writes its own. `guard` is a character that
-        is dropped everywhere after the special tokens were found.
+        prompt, wrong for a rendered template, which writes its own. `guard` maps stand-ins to the
+        texts that replace them after the special tokens were found.
         """
+        guard = guard or {}
         ids = list(self.prefix) if add_special_tokens else []
         start = 0
-        for match in self._special_pattern.finditer(text) if self._specials else ():
+        for match in self._pattern.finditer(text):
             found, end = match.group(), match.start()
             if end < start:  # the token before swallowed the space that this one begins with
                 continue
@@ -102,7 +128,7 @@ class Tokenizer:
                 while end > start and text[end - 1].isspace():
                     end -= 1
             ids += self._plain(text, start, end, guard)
-            ids.append(self._specials[found])
+            ids.append(self._controls[found])
             start = match.end()
             if found in self._right_strippers:
                 while start < len(text) and text[start].isspace():
@@ -146,26 +172,21 @@ class Tokenizer:
         match = _BYTE_TOKEN.fullmatch(name)
         return bytes.fromhex(match[1]) if match else name.replace(_WORD_MARK, " ").encode()
 
-    def _plain(self, text: str, start: int, end: int, guard: str) -> list[int]:
+    def _plain(self, text: str, start: int, end: int, guard: Mapping[str, str]) -> list[int]:
         """Ids of text[start:end], which holds no special token."""
-        if start == end:
+        piece = put_back(text[start:end], guard)
+        if not piece:
             return []
         backend = self._later if start else self._backend
-        piece = text[start:end].replace(guard, "") if guard else text[start:end]
         ids: list[int] = backend.encode(piece, add_special_tokens=False).ids
-        if self.special_ids.isdisjoint(ids):
+        if self._control_ids.isdisjoint(ids):
             return ids
         # A vocabulary that knows special tokens as ordinary pieces (Unigram): break them.
-        cuts = [match.start() + 1 for match in self._special_pattern.finditer(piece)]
+        cuts = [match.start() + 1 for match in self._pattern.finditer(piece)]
         ids = []
         for first, last in itertools.pairwise([0, *cuts, len(piece)]):
             ids += backend.encode(piece[first:last], add_special_tokens=False).ids
         return ids
-
-
-def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds special tokens, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

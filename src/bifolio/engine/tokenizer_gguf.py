@@ -18,6 +18,7 @@ from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.models.token_ids import TokenType
 from bifolio.spec.fields import Fields
+from bifolio.spec.gguf_tokens import END_KEYS, end_token_ids, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ _LLAMA3_WORDS = (
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 
-_STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _NAMED_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -46,7 +46,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     fields = Fields(metadata, "the GGUF file")
     tokens = fields.texts(_key("tokens"))
     kind = fields.text(_key("model"))
-    ids = {name: _named_id(fields, key, tokens) for name, key in _NAMED_KEYS.items()}
+    _check_ids(fields, tokens)
+    ids = {name: next(iter(token_ids(fields, key)), None) for name, key in _NAMED_KEYS.items()}
     match kind:
         case "gpt2":
             backend, add_bos = _byte_level_bpe(fields, tokens)
@@ -62,7 +63,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(
         backend,
         named={name: tokens[i] for name, i in ids.items() if i is not None},
-        stop_ids=[i for key in _STOP_KEYS for i in _ids(fields, key, tokens)],
+        stop_ids=end_token_ids(fields),
         prefix=[bos] if bos is not None and fields.flag(_key("add_bos_token"), add_bos) else [],
         suffix=[eos] if eos is not None and fields.flag(_key("add_eos_token"), False) else [],
     )
@@ -72,19 +73,17 @@ def _key(name: str) -> str:
     return f"tokenizer.ggml.{name}"
 
 
-def _ids(fields: Fields, key: str, tokens: Sequence[str]) -> tuple[int, ...]:
-    """Token ids; CheckpointError if one of them is none of the tokens."""
-    ids = fields.ids(_key(key))
-    for i in ids:
-        if i >= len(tokens):
-            raise CheckpointError(
-                f"the GGUF file: {_key(key)} is {i}, but it has {len(tokens)} tokens"
-            )
-    return ids
-
-
-def _named_id(fields: Fields, key: str, tokens: Sequence[str]) -> int | None:
-    return next(iter(_ids(fields, key, tokens)), None)
+def _check_ids(fields: Fields, tokens: Sequence[str]) -> None:
+    """CheckpointError if a named token is none of the tokens; a warning if there is to be none."""
+    for name in sorted({*_NAMED_KEYS.values(), *END_KEYS}):
+        ids = token_ids(fields, name)
+        if _key(name) in fields and not ids:
+            logger.warning("the GGUF file: %s says that there is no such token", _key(name))
+        for i in ids:
+            if i >= len(tokens):
+                raise CheckpointError(
+                    f"the GGUF file: {_key(name)} is {i}, but it has {len(tokens)} tokens"
+                )
 
 
 def _byte_level_bpe(fields: Fields, tokens: list[str]) -> tuple[Backend, bool]:

@@ -9,12 +9,11 @@ from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.models.gguf import TYPES, GGUFFile
 from bifolio.spec import ModelSpec, RopeSpec
 from bifolio.spec.fields import Fields
+from bifolio.spec.gguf_tokens import end_token_ids, token_ids
 from bifolio.spec.hf import FAMILIES, check_shape
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor (F32) that divides the frequency of each rotated pair; it belongs to the spec."""
-
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:
@@ -58,8 +57,8 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         mlp_bias=f"{first}.ffn_down.bias" in file.tensors,
         qk_norm=family == "qwen3",
         windows=(None,) * layers,
-        stop_ids=tuple(i for key in _END_KEYS for i in fields.ids(f"tokenizer.ggml.{key}")),
-        bos_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
+        stop_ids=end_token_ids(fields),
+        bos_id=next(iter(token_ids(fields, "bos_token_id")), None),
     )
     check_shape(spec)
     return spec

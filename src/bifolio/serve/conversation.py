@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bifolio.engine.chat_template import Message
+from pydantic_core import from_json
+
+from bifolio.engine.chat_input import Message
 from bifolio.errors import RequestError
 from bifolio.serve.protocol import refuse_unknown
 from bifolio.words import shown
@@ -23,9 +24,11 @@ _PART_FIELDS = ("type", "text", "refusal", "cache_control", "annotations", "logp
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages for a template. RequestError names the place, e.g. `messages[2].content`.
 
-    Content becomes one string: a list of text parts is joined, and null, a missing content (of an
-    assistant or a tool) and an empty list are the empty string, so that no template meets null.
-    Arguments of tool calls become objects, as templates expect them; all else passes unchanged.
+    Content becomes one string: a list of text parts is joined; null, a missing content (of an
+    assistant or a tool) and an empty list are the empty string. Beside tool calls null stays null,
+    since templates ask for it. Arguments of tool calls become objects; a text that is no JSON
+    object stays as it is, since a client can only repeat what a model once wrote. `function_call`
+    becomes a tool call and a `refusal` content. All else passes unchanged.
     """
     if not messages:
         raise RequestError("messages: at least one message is needed", "messages")
@@ -38,13 +41,22 @@ def _message(message: Mapping[str, Any], place: str) -> Message:
         raise RequestError(
             f"{place}.role: {shown(role)} is none of {', '.join(_ROLES)}", f"{place}.role"
         )
-    content = message.get("content")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None:
+        content = message.get("refusal")
     if content is None and role not in _MAY_BE_SILENT:
         raise RequestError(f"{place}.content: a {role} message needs text", f"{place}.content")
-    found = dict(message) | {"content": _text(content, f"{place}.content")}
-    if message.get("tool_calls"):
-        found["tool_calls"] = _calls(message["tool_calls"], f"{place}.tool_calls")
-    return found
+    if not calls and message.get("function_call"):
+        calls = [{"type": "function", "function": message["function_call"]}]
+    if calls and role != "assistant":
+        raise RequestError(
+            f"{place}.tool_calls: only an assistant message has them", f"{place}.tool_calls"
+        )
+    read = {k: v for k, v in message.items() if k not in ("tool_calls", "function_call")}
+    if calls:
+        read["tool_calls"] = _calls(calls, f"{place}.tool_calls")
+    is_null = content is None and bool(calls)
+    return read | {"content": None if is_null else _text(content, f"{place}.content")}
 
 
 def _text(content: Any, place: str) -> str:
@@ -71,7 +83,7 @@ def _text(content: Any, place: str) -> str:
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise RequestError(f"{place}: must be a list", place)
-    found = []
+    read = []
     for i, call in enumerate(calls):
         here = f"{place}[{i}].function"
         function = call.get("function") if isinstance(call, dict) else None
@@ -79,16 +91,20 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
             raise RequestError(f"{here}: must be an object with a name", here)
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = _json_object(arguments, f"{here}.arguments")
-        found.append(call | {"function": function | {"arguments": arguments}})
-    return found
+            arguments = _object_or_text(arguments)
+        if not isinstance(arguments, dict | str):
+            raise RequestError(f"{here}.arguments: must be a text", f"{here}.arguments")
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
 
 
-def _json_object(text: str, place: str) -> dict[str, Any]:
+def _object_or_text(text: str) -> dict[str, Any] | str:
+    """The JSON object that a text holds, or the text.
+
+    An object that is nested too deeply, or holds a half of a surrogate pair, is a text, too.
+    """
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{place}: not JSON: {error}", place) from error
-    if not isinstance(found, dict):
-        raise RequestError(f"{place}: must be a JSON object", place)
-    return found
+        value = from_json(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text

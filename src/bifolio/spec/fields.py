@@ -83,12 +83,16 @@ class Fields:
             raise self._wrong(key, value, "a list of numbers")
         return value
 
-    def ids(self, key: str) -> tuple[int, ...]:
-        """Token ids given as one integer or as a list; empty where the key is absent."""
+    def ids(self, key: str, absent: Collection[int] = ()) -> tuple[int, ...]:
+        """Token ids given as one integer or as a list, without those that mean that there is none.
+
+        Empty where the key is absent.
+        """
         value = self._values.get(key)
         if value is None:
             return ()
         items = value if isinstance(value, list) else [value]
+        items = [i for i in items if not (type(i) is int and i in absent)]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):
             raise self._wrong(key, value, "a token id or a list of them")
         return tuple(items)

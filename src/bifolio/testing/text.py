@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from bifolio.engine.chat_template import ChatTemplate, TemplateSource
-from bifolio.engine.text_files import TextSide
+from bifolio.engine.text_files import TextSide, compile_template
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.serve.prepare import Prepared, Route, TextLimits, prepare
 
@@ -68,11 +68,7 @@ def byte_tokenizer(words: Sequence[str] = (), *, add_bos: bool = False) -> Token
 
 def chatml(tokenizer: Tokenizer, text: str = CHATML) -> ChatTemplate:
     """A template over that tokenizer's special tokens."""
-    return ChatTemplate(
-        TemplateSource({"default": text}, "the test"),
-        named=tokenizer.named,
-        special_texts=tokenizer.special_texts,
-    )
+    return compile_template(TemplateSource({"default": text}, "the test"), tokenizer)
 
 
 def _special_ids() -> dict[str, int]:
