@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from dataclasses import replace
 
@@ -9,10 +10,22 @@ from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.models.gguf import TYPES, GGUFFile
 from bifolio.spec import ModelSpec, RopeSpec
 from bifolio.spec.fields import Fields
-from bifolio.spec.hf import FAMILIES, check_shape
+from bifolio.spec.hf import FAMILIES, MOST_OF_ROPE, check_shape
+from bifolio.words import shown
+
+logger = logging.getLogger(__name__)
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor (F32) that divides the frequency of each rotated pair; it belongs to the spec."""
+
+_UNSET = 2**32 - 1
+"""A token id that stands for none: converters have written it for what a model lacks."""
+
+_ROPE_KEYS = {"dimension_count", "freq_base", "scale_linear"}
+_ROPE_KEYS |= {f"scaling.{key}" for key in ("type", "factor", "finetuned", "attn_factor")}
+_ROPE_KEYS |= {"scaling.original_context_length", "scaling.yarn_log_multiplier"}
+_ROPE_KEYS |= {f"scaling.yarn_{key}" for key in ("beta_fast", "beta_slow", "attn_factor")}
+_ROPE_KEYS |= {"scaling.yarn_ext_factor"}
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -23,7 +36,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     family = fields.text("general.architecture")
     if family not in FAMILIES:
         raise UnsupportedError(
-            f"{file.path.name}: general.architecture={family!r} is not supported; "
+            f"{file.path.name}: general.architecture={shown(family)} is not supported; "
             f"architectures: {', '.join(FAMILIES)}"
         )
     for key in ("attention.sliding_window", "expert_count", "attn_logit_softcapping"):
@@ -58,11 +71,18 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         mlp_bias=f"{first}.ffn_down.bias" in file.tensors,
         qk_norm=family == "qwen3",
         windows=(None,) * layers,
-        stop_ids=tuple(i for key in _END_KEYS for i in fields.ids(f"tokenizer.ggml.{key}")),
-        bos_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
+        stop_ids=tuple(i for key in _END_KEYS for i in _ids(file, fields, key)),
+        bos_id=next(iter(_ids(file, fields, "bos_token_id")), None),
     )
     check_shape(spec)
+    if taken := fields.defaults((f"{family}.rope.freq_base",)):
+        logger.warning("%s leaves something out; taking %s", file.path.name, taken)
     return spec
+
+
+def _ids(file: GGUFFile, fields: Fields, name: str) -> tuple[int, ...]:
+    key = f"tokenizer.ggml.{name}"
+    return () if file.metadata.get(key) in (_UNSET, -1) else fields.ids(key)
 
 
 def _vocab(file: GGUFFile) -> int:
@@ -73,7 +93,13 @@ def _vocab(file: GGUFFile) -> int:
 
 
 def _rope(file: GGUFFile, fields: Fields, family: str, head_dim: int) -> RopeSpec:
-    base = RopeSpec(theta=fields.number(f"{family}.rope.freq_base", 10_000.0), dim=head_dim)
+    at = f"{family}.rope."
+    keys = fields.keys()
+    for key in keys:
+        if key.startswith(at) and key.removeprefix(at) not in _ROPE_KEYS:
+            raise UnsupportedError(f"{file.path.name}: unknown key {key} about rotation")
+    theta = fields.number(f"{at}freq_base", 10_000.0, above=1.0, most=MOST_OF_ROPE)
+    base = RopeSpec(theta=theta, dim=head_dim)
     scaling = f"{family}.rope.scaling"
     kind = fields.text(f"{scaling}.type", "linear")
     if ROPE_FACTORS in file.tensors:
@@ -85,10 +111,10 @@ def _rope(file: GGUFFile, fields: Fields, family: str, head_dim: int) -> RopeSpe
         return replace(
             base,
             kind="yarn",
-            factor=fields.number(f"{scaling}.factor"),
+            factor=fields.number(f"{scaling}.factor", most=MOST_OF_ROPE),
             original_max_position=fields.integer(f"{scaling}.original_context_length"),
-            beta_fast=fields.number(f"{scaling}.yarn_beta_fast", 32.0),
-            beta_slow=fields.number(f"{scaling}.yarn_beta_slow", 1.0),
+            beta_fast=fields.number(f"{scaling}.yarn_beta_fast", 32.0, most=MOST_OF_ROPE),
+            beta_slow=fields.number(f"{scaling}.yarn_beta_slow", 1.0, most=MOST_OF_ROPE),
         )
     fields.refuse_unless(f"{scaling}.type", ("none", "linear"), "types: none, yarn")
     if kind == "linear":
