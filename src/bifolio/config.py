@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,6 +20,7 @@ from pydantic import (
 
 from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
+from bifolio.input_files import parse_toml, read_text
 from bifolio.machine import default_threads
 
 PREFILL_CHUNK = 256
@@ -211,8 +211,8 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
     merged: dict[str, Any] = {}
     if file is not None:
         try:
-            merged = tomllib.loads(file.read_text())
-        except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+            merged = parse_toml(read_text(file, pipe=True))
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read the configuration file {file}: {cause_of(error)}"
             ) from error

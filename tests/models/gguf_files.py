@@ -39,11 +39,13 @@ def write_gguf(
     config: dict[str, Any],
     type_of: TypeOf,
     rope_factors: list[float] | None = None,
+    buffers: bool = False,
     **extra: Any,
 ) -> dict[str, torch.Tensor]:
     """Write a random model; returns the weights it holds after quantisation, as float32.
 
-    `extra` are metadata entries of the architecture, `__` standing for a dot.
+    `extra` are metadata entries of the architecture, `__` standing for a dot; with `buffers`, each
+    layer has the table of rotation that old converters wrote.
     """
     family = config["model_type"]
     writer = gguf.GGUFWriter(path, family)
@@ -64,6 +66,8 @@ def write_gguf(
         add[type(value)](f"{family}.{key.replace('__', '.')}", value)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, np.float32))
+    for layer in range(config["num_hidden_layers"] if buffers else 0):
+        writer.add_tensor(f"blk.{layer}.attn_rot_embd.weight", np.ones(8, np.float32))
     held = {}
     for name, tensor in random_weights(config).items():
         values, kind = _store(tensor.numpy(), name, config, type_of)

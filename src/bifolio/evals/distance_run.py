@@ -16,6 +16,7 @@ from bifolio.evals.results import side
 from bifolio.evals.session import BuildSubject
 from bifolio.evals.subject import Setup, Subject, Texts, digest_ids
 from bifolio.evals.tasks.local import read_rows
+from bifolio.input_files import DATA_BYTES, read_text, visible
 from bifolio.words import counted
 
 _BUILT_IN = ("en", "sk")
@@ -66,7 +67,7 @@ def local_passages(folder: Path) -> list[Passage]:
     plain = folder / "text" / "wikitext2_raw_test.txt"
     if plain.exists():
         found.append(read_passage(plain, "en"))
-    for path in sorted((folder / "slovak").glob("ntrex*.jsonl")):
+    for path in visible(folder / "slovak", "ntrex*.jsonl"):
         rows = read_rows(path)
         for language in _BUILT_IN:
             text = "\n".join(row[language] for row in rows)
@@ -82,8 +83,8 @@ def local_passages(folder: Path) -> list[Passage]:
 def read_passage(path: Path, language: str = "") -> Passage:
     """A UTF-8 text file; ConfigError if it cannot be read as such."""
     try:
-        return Passage(path.name, language, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return Passage(path.name, language, read_text(path, DATA_BYTES, pipe=True))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path} as UTF-8 text: {cause_of(error)}") from error
 
 

@@ -87,8 +87,7 @@ def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:
                 f"tensor {name} has shape {list(found[name])}, the configuration says {list(shape)}"
             )
     known = set(wanted) | model.unserved | (set(dict(model.head.shapes())) if model.tied else set())
-    left = [n for n in found if n not in known and not n.endswith(model.skipped)]
-    left = [name for name in left if not checkpoint.means_nothing(name)]
+    left = [n for n in found if n not in known and not checkpoint.means_nothing(n)]
     if left:
         raise CheckpointError(f"tensors of the checkpoint have no use in this model: {_some(left)}")
 

@@ -8,6 +8,7 @@ Where `do_sample` is false answers are greedy, whatever else the file says of sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +105,7 @@ def _read(fields: Fields) -> SamplingParams:
         if name == "top_k":
             found[name] = max(0, fields.integer(name, low=-1))
         else:
-            found[name] = fields.optional_number(name)
+            found[name] = fields.number(name, above=-math.inf)
     return msgspec.structs.replace(SamplingParams(temperature=0.0 if greedy else 1.0), **found)
 
 

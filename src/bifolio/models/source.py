@@ -5,14 +5,14 @@ No torch here, so that a process that only handles text can use it.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import CheckpointError, ConfigError, cause_of
+from bifolio.errors import CheckpointError, ConfigError
+from bifolio.input_files import CONFIG_BYTES, LARGE_BYTES, read_object
 from bifolio.models.builtin import BUILTIN, fetch_builtin
 from bifolio.models.default_sampling import DefaultSampling, default_sampling_of
 from bifolio.models.gguf import GGUFFile
@@ -103,18 +103,14 @@ class ModelSource:
     @property
     def _end_token(self) -> tuple[int, ...]:
         """The id of the `eos_token` that tokenizer_config.json names by its text."""
-        token = self.tokenizer_config.get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str):
-            return ()
         path = self.path / "tokenizer_config.json"
-        declared = Fields(self.tokenizer_config, str(path)).part("added_tokens_decoder")
-        keys = declared.keys()
-        for key in keys:
-            if declared.part(key).text("content", "") == text:
-                if not key.isdecimal():
-                    raise CheckpointError(f"{path}: added_tokens_decoder: {key!r} is no token id")
-                return (int(key),)
+        settings = Fields(self.tokenizer_config, str(path))
+        text = settings.token("eos_token")
+        if not text:
+            return ()
+        for token, entry in settings.part("added_tokens_decoder").numbered():
+            if entry.text("content", "") == text:
+                return (token,)
         path = self.path / "tokenizer.json"
         added = Fields(self.tokenizer, str(path)).parts("added_tokens")
         return tuple(
@@ -148,17 +144,10 @@ def resolve_source(name: str, report: Report = silent) -> ModelSource:
 
 def _read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if required:
-            raise CheckpointError(f"{path.parent} holds no {path.name}") from error
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found
+    found = read_object(path, LARGE_BYTES if path.name == "tokenizer.json" else CONFIG_BYTES)
+    if found is None and required:
+        raise CheckpointError(f"{path.parent} holds no {path.name}")
+    return found or {}
 
 
 def _fetch_from_hub(name: str, report: Report) -> Path:
