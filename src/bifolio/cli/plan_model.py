@@ -83,7 +83,7 @@ def find_hardware(name: str, memory: str | None, efficiency: int) -> Device:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")

@@ -79,7 +79,7 @@ def _documents(path: Path, encode: Callable[[str], list[int]], vocab: int) -> It
 def _line(line: str, encode: Callable[[str], list[int]], vocab: int, where: str) -> list[int]:
     try:
         found: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: no JSON ({error})") from error
     if isinstance(found, dict) and isinstance(found.get("text"), str):
         return encode(found["text"])

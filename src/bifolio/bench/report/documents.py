@@ -49,7 +49,7 @@ def read_documents(folder: Path) -> Documents:
         name = str(path.relative_to(folder))
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             found.skipped.append(f"{name} cannot be read: {cause_of(error)}")
             continue
         if isinstance(document, dict) and _sort_in(document, name, found):
@@ -63,8 +63,10 @@ def read_documents(folder: Path) -> Documents:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*.json"))
-    yield from sorted(p for p in folder.glob("*/*.json") if p.parent.name != "aiperf")
+    beneath = (path for path in folder.glob("*/*.json") if path.parent.name != "aiperf")
+    for path in (*sorted(folder.glob("*.json")), *sorted(beneath)):
+        if path.is_file():  # and no pipe, which would be waited for
+            yield path
 
 
 def _sort_in(document: Document, name: str, found: Documents) -> bool:

@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line) if line.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
         if row is None:
             continue
