@@ -7,6 +7,7 @@ from bifolio.bench.dialect import EndpointType
 from bifolio.bench.endpoint import Endpoint
 from bifolio.bench.figures import Goals
 from bifolio.bench.lengths import Lengths
+from bifolio.bench.progress import RunProgress
 from bifolio.bench.session import Load, Plan, measure, series
 from bifolio.bench.traffic import Synthetic
 from bifolio.errors import ConfigError
@@ -210,7 +211,7 @@ def test_no_prompt_comes_twice_in_a_series_nor_in_the_warm_up():
     mock = Mock()
     with serving(mock) as url:
         target = Endpoint(url)
-        list(series(target, plan(requests=4), [Load(1), Load(2)], 3, lambda _text: None))
+        list(series(target, plan(requests=4), [Load(1), Load(2)], 3, RunProgress()))
         target.close()
     prompts = [tuple(body["prompt"]) for body in mock.bodies]
     assert len(set(prompts)) == len(prompts) == 1 + 2 * 3 * 4

@@ -95,6 +95,7 @@ def bench(
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine
+    from bifolio.cli.progress import reporter
 
     automatic = concurrency == "auto"
     loads = options.parse_loads(None if automatic else concurrency, rate, trace=trace is not None)
@@ -103,9 +104,10 @@ def bench(
         *(api_key, served_model, vocab, endpoint_type),
     )
     with ExitStack() as stack:
-        target = run.open_target(stack, machine, url or plan, server=server)
+        report = stack.enter_context(reporter("error"))
+        target = run.open_target(stack, machine, url or plan, report, server=server)
         results = run.measure_one(
-            target, wishes, None if automatic else loads, repeats, price, quiet=as_json
+            target, wishes, None if automatic else loads, repeats, price, report
         )
     run.finish(results, out, markdown, as_json=as_json)
 
@@ -176,6 +178,7 @@ def compare(
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine
+    from bifolio.cli.progress import reporter
 
     loads = options.parse_loads(concurrency, rate, trace=trace is not None)
     machine = Machine(
@@ -185,8 +188,9 @@ def compare(
     if len(set(plans)) < max(2, len(plans)):
         raise ConfigError("compare needs at least two plans, each of them once")
     with ExitStack() as stack:
-        targets = {plan: run.open_target(stack, machine, plan, server=server) for plan in plans}
-        results = run.measure_several(
-            targets, wishes, loads, repeats, price, alone=alone, quiet=as_json
-        )
+        report = stack.enter_context(reporter("error"))
+        targets = {
+            plan: run.open_target(stack, machine, plan, report, server=server) for plan in plans
+        }
+        results = run.measure_several(targets, wishes, loads, repeats, price, report, alone=alone)
     run.finish(results, out, markdown, as_json=as_json)

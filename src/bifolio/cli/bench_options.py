@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bifolio.bench.dialect import EndpointType
-from bifolio.cli.places import writable_file, writable_folder
+from bifolio.cli.places import plain, writable_file, writable_folder
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,12 @@ Gap = Annotated[
 ]
 Trace = Annotated[
     Path | None,
-    option(WHAT, "Replay lengths, arrivals and shared blocks (Mooncake, Azure).", metavar="FILE"),
+    option(
+        WHAT,
+        "Replay lengths, arrivals and shared blocks (Mooncake, Azure).",
+        metavar="FILE",
+        callback=plain,
+    ),
 ]
 Speed = Annotated[
     float, option(WHAT, "Replay the trace so many times as fast.", "--trace-speed", min=0.001)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bifolio.cli.places import writable_folder
+from bifolio.cli.places import plain, writable_folder
 from bifolio.cli.serve import Kernels as KernelChoice
 
 
@@ -51,7 +51,12 @@ Data = Annotated[
 ]
 Files = Annotated[
     list[Path] | None,
-    typer.Option("--tasks", help="Items from a JSON-lines file; may be repeated.", metavar="FILE"),
+    typer.Option(
+        "--tasks",
+        help="Items from a JSON-lines file; may be repeated.",
+        metavar="FILE",
+        callback=plain,
+    ),
 ]
 TaskNames = Annotated[
     list[str] | None,

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bifolio.cli.places import plain
+
 
 class Kernels(StrEnum):
     """Choices of --kernels."""
@@ -269,6 +271,7 @@ ConfigFile = Annotated[
     typer.Option(
         help="TOML file with these options, spelled with _ for -; the command line wins.",
         metavar="FILE.toml",
+        callback=plain,
     ),
 ]
 Level = Annotated[

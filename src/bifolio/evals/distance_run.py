@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError, cause_of
-from bifolio.evals.answers import Progress
+from bifolio.evals.answers import Progress, silent
 from bifolio.evals.distance import DistanceRow, Scored, Window, row, score, windows
 from bifolio.evals.results import side
 from bifolio.evals.session import BuildSubject
@@ -104,7 +104,7 @@ class DistanceRun:
         reference: Setup,
         candidates: Sequence[Setup],
         texts: Texts,
-        progress: Progress = lambda _: None,
+        progress: Progress = silent,
         build: tuple[BuildSubject, BuildSubject] = (Subject, Subject),
     ) -> list[Measured]:
         """Distances of all candidates. All engines live at once: each window is read by all."""
@@ -116,10 +116,20 @@ class DistanceRun:
         others = [build[int(i >= first)](setup, texts, tokens) for i, setup in enumerate(setups)]
         scorers = [other.forced() for other in others]
         found: dict[tuple[int, int], list[Scored]] = {}
+        total = sum(_tokens(piece) for pieces in cut.values() for piece in pieces)
+        done = 0
+
+        def telling(what: str, pieces: Sequence[Window]) -> Iterator[Window]:
+            nonlocal done
+            for piece in pieces:
+                progress(what, done, total)
+                yield piece
+                done += _tokens(piece)
+
         for (place, context), pieces in cut.items():
             count = counted(len(pieces), "window")
-            progress(f"{self.passages[place].name}, {count} after {context} tokens")
-            found[place, context] = score(base.forced(), scorers, pieces)
+            what = f"{self.passages[place].name}, {count} after {context} tokens"
+            found[place, context] = score(base.forced(), scorers, telling(what, pieces))
         digest = digest_ids([[*c, *s] for pieces in cut.values() for c, s in pieces])
         return [
             Measured(
@@ -179,6 +189,10 @@ class DistanceRun:
         if len(self.passages) > 1:
             rows.append(row("all", "", 0, *_joined(list(found.values())), self.seed))
         return rows
+
+
+def _tokens(window: Window) -> int:
+    return sum(map(len, window))
 
 
 def _joined(pairs: Sequence[tuple[Scored, Scored | None]]) -> tuple[Scored, Scored | None]:

@@ -230,7 +230,7 @@ def _evaluate(
     longest = texts.source.spec.max_position
     subject = Subject(setup, texts, longest)
     model = HarnessModel(subject, texts, longest)
-    progress(f"{setup.plan}: lm-eval")
+    progress(f"{setup.plan}: lm-eval", 0, 0)
     evaluator = _lm_eval("evaluator")
     # Its own thousands of task files are read only where one of them is asked for.
     own = any(isinstance(task, str) for task in tasks)

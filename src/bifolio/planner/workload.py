@@ -188,7 +188,7 @@ def _json_rows(file: IO[str], path: Path) -> Iterator[TracedRequest]:
             blocks = row.get("hash_ids")
             if not isinstance(blocks, list | None):
                 raise TypeError("hash_ids is not a list")
-        except (ValueError, StopIteration, TypeError, AttributeError) as error:
+        except (ValueError, StopIteration, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"line {number} of the trace {path} is not a JSON object with input_length and "
                 "output_length"
