@@ -77,8 +77,9 @@ class ModelSource:
     def tokenizer_config(self) -> dict[str, Any]:
         return _read_object(self.path / "tokenizer_config.json")
 
-    @cached_property
+    @property
     def tokenizer(self) -> dict[str, Any]:
+        """Read each time: a hundred thousand tokens are not kept for the life of a server."""
         return _read_object(self.path / "tokenizer.json")
 
     @cached_property

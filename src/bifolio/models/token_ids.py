@@ -75,11 +75,12 @@ def _of_gguf(source: ModelSource) -> set[int]:
 
 def _of_folder(source: ModelSource) -> set[int]:
     """The package numbers added tokens itself, after the vocabulary, whatever the file says."""
-    vocab = _vocabulary(source.tokenizer)
+    tokenizer = source.tokenizer
+    vocab = _vocabulary(tokenizer)
     if not vocab:
         return set()
     known, free = set(vocab.values()), count(len(vocab))
-    added = Fields(source.tokenizer, "tokenizer.json").parts("added_tokens")
+    added = Fields(tokenizer, "tokenizer.json").parts("added_tokens")
     for name in dict.fromkeys(entry.text("content") for entry in added):
         if name not in vocab:
             known.add(next(free))
