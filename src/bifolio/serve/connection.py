@@ -36,7 +36,7 @@ LEAST_CONNECTIONS = 4096
 SPARE_FILES = 64
 """Files that connections leave free: for those on their way out, and for the process itself."""
 
-_UNREAD_BYTES = 16 * 2**20
+UNREAD_BYTES = 16 * 2**20
 """Most that a client may still send, after its answer, and be able to read the answer."""
 
 
@@ -232,7 +232,7 @@ class Connection(HttpToolsProtocol):
         self._active_at = self.loop.time()
         if self._deaf or self._discarding_since is not None:
             self._unread_bytes += len(data)
-            if self._unread_bytes > _UNREAD_BYTES:
+            if self._unread_bytes > UNREAD_BYTES:
                 self.transport.abort()
         if self._deaf:
             return

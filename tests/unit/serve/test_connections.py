@@ -5,6 +5,7 @@ import contextlib
 import json
 import resource
 import socket
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -12,8 +13,16 @@ from structlog.testing import capture_logs
 
 from bifolio.config import EngineConfig, PoolsConfig, ServerConfig
 from bifolio.serve import refusals
-from bifolio.serve.connection import SPARE_FILES, Connection, ConnectionLimits, Connections
+from bifolio.serve.connection import (
+    LEAST_CONNECTIONS,
+    SPARE_FILES,
+    UNREAD_BYTES,
+    Connection,
+    ConnectionLimits,
+    Connections,
+)
 from bifolio.serve.refusals import Refusals
+from bifolio.serve.streams import KEEP_ALIVE_SECONDS
 
 PATIENCE = 60.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -490,6 +499,25 @@ def test_the_limit_on_connections_follows_the_queue_and_the_limit_on_files(monke
     assert limits(1024) == (924, 462, [924])
     assert limits(1024, max_connections=50) == (50, 25, [])
     assert limits(10_000, max_connections=50, max_connections_per_address=90) == (50, 50, [])
+
+
+def test_the_documentation_has_the_limits_that_hold():
+    page = Path(__file__).parents[3].joinpath("docs/api.md").read_text()
+    limits = ConnectionLimits(total=1, per_address=1)
+    kib = 2**10
+    for row in [
+        f"| path with its query | {limits.target_bytes // kib} KiB |",
+        f"| headers | {limits.header_bytes // kib} KiB, {limits.header_lines} lines |",
+        f"the end of its headers | {limits.header_seconds:g} s |",
+        f"| body | {limits.body_seconds:g} s, and 1 s more for each {limits.body_pace // kib} KiB",
+        f"reads nothing | {limits.write_seconds:g} s |",
+        f"without a request | {limits.idle_seconds:g} s |",
+        f"after its answer | {limits.linger_seconds:g} s, {UNREAD_BYTES // kib**2} MiB |",
+        f"least {LEAST_CONNECTIONS:,}; never more",
+        f"without a byte in a stream | {KEEP_ALIVE_SECONDS:g} s |",
+        f"body | {ServerConfig.model_fields['max_request_bytes'].default // kib**2} MiB |",
+    ]:
+        assert row in page
 
 
 def test_the_queue_of_two_pools_is_that_of_all_workers():
