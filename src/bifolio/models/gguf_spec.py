@@ -18,9 +18,6 @@ logger = logging.getLogger(__name__)
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor (F32) that divides the frequency of each rotated pair; it belongs to the spec."""
 
-_UNSET = 2**32 - 1
-"""A token id that stands for none: converters have written it for what a model lacks."""
-
 _ROPE_KEYS = {"dimension_count", "freq_base", "scale_linear"}
 _ROPE_KEYS |= {f"scaling.{key}" for key in ("type", "factor", "finetuned", "attn_factor")}
 _ROPE_KEYS |= {"scaling.original_context_length", "scaling.yarn_log_multiplier"}
@@ -71,18 +68,13 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         mlp_bias=f"{first}.ffn_down.bias" in file.tensors,
         qk_norm=family == "qwen3",
         windows=(None,) * layers,
-        stop_ids=tuple(i for key in _END_KEYS for i in _ids(file, fields, key)),
-        bos_id=next(iter(_ids(file, fields, "bos_token_id")), None),
+        stop_ids=tuple(i for key in _END_KEYS for i in fields.ids(f"tokenizer.ggml.{key}")),
+        bos_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
     )
     check_shape(spec)
     if taken := fields.defaults((f"{family}.rope.freq_base",)):
         logger.warning("%s leaves something out; taking %s", file.path.name, taken)
     return spec
-
-
-def _ids(file: GGUFFile, fields: Fields, name: str) -> tuple[int, ...]:
-    key = f"tokenizer.ggml.{name}"
-    return () if file.metadata.get(key) in (_UNSET, -1) else fields.ids(key)
 
 
 def _vocab(file: GGUFFile) -> int:
