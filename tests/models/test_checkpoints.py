@@ -91,7 +91,7 @@ def test_a_second_copy_of_the_model_beside_the_shards_is_refused(sharded: Path) 
 def test_a_cut_file_is_refused(kept: float, sharded: Path) -> None:
     data = (sharded / SECOND).read_bytes()
     (sharded / SECOND).write_bytes(data[: int(len(data) * kept)])
-    with pytest.raises(CheckpointError, match=f"{SECOND}.*damaged"):
+    with pytest.raises(CheckpointError, match=f"{SECOND}.*(damaged|empty)"):
         load(sharded)
 
 
