@@ -91,7 +91,7 @@ def test_a_second_copy_of_the_model_beside_the_shards_is_refused(sharded: Path) 
 def test_a_cut_file_is_refused(kept: float, sharded: Path) -> None:
     data = (sharded / SECOND).read_bytes()
     (sharded / SECOND).write_bytes(data[: int(len(data) * kept)])
-    with pytest.raises(CheckpointError, match=f"{SECOND}.*damaged"):
+    with pytest.raises(CheckpointError, match=f"{SECOND}.*(damaged|empty)"):
         load(sharded)
 
 
@@ -171,7 +171,7 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(sharded: Path) -> None
         ("{}", "weight_map"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "outside the folder"),
         ('{"weight_map": {"a": "b/../../x"}}', "outside the folder"),
-        ('{"weight_map": {"a": "x\\n"}}', "outside the folder"),
+        ('{"weight_map": {"a": "x\\n"}}', "printable"),
         ('{"weight_map": {"a\\n": "x"}}', "printable"),
         ('{"weight_map": []}', "weight_map"),
         ('{"weight_map": {"a": 1}}', "weight_map"),

@@ -79,7 +79,7 @@ def test_a_header_that_does_not_fit_its_file_is_refused(
 
 def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     data = with_header({"t": ENTRY | {"dtype": "F3"}}, b"\0" * 8)
-    with pytest.raises(UnsupportedError, match="t is stored as F3"):
+    with pytest.raises(UnsupportedError, match="t is stored as 'F3'"):
         SafetensorsFolder(written(tmp_path, data))
 
 

@@ -88,7 +88,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _on_disk(folder: Path) -> tuple[str, ...]:
-    files = visible(folder, "*.safetensors")
+    files = [path for path in visible(folder, "*.safetensors") if path.is_file()]
     if not files:
         return ()
     size = sum(file.stat().st_size for file in files)

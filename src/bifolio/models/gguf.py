@@ -118,8 +118,9 @@ class _Reader:
     def head(self) -> tuple[int, int]:
         """Numbers of tensors and of metadata entries."""
         if self._file.nbytes < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
-            what = self._file.described() or "it does not begin with GGUF"
-            raise self._damaged(what)
+            if what := self._file.described():
+                raise CheckpointError(f"cannot read {self._path}: {what}")
+            raise self._damaged("it does not begin with GGUF")
         version = self._number("<I")
         if version not in _VERSIONS:
             raise UnsupportedError(

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.input_files import LARGE_BYTES, parse_json, read_object, visible
+from bifolio.models.checkpoint import some_names
 from bifolio.models.files import read_tensor
 from bifolio.models.weight_file import WeightFile, check_name
+from bifolio.words import shown
 
 INDEX = "model.safetensors.index.json"
 
@@ -115,8 +117,9 @@ def _header(file: WeightFile) -> dict[str, _Stored]:
         if end != file.nbytes:
             raise ValueError(f"its tensors end at byte {end:,}, the file has {file.nbytes:,}")
     except ValueError as error:
-        what = file.described() or f"{error}; download it again"
-        raise CheckpointError(f"{file.path} is damaged: {what}") from error
+        if what := file.described():
+            raise CheckpointError(f"cannot read {file.path}: {what}") from error
+        raise CheckpointError(f"{file.path} is damaged: {error}; download it again") from error
     return found
 
 
@@ -128,20 +131,20 @@ def _stored(file: WeightFile, data: int, name: str, entry: Any) -> _Stored:
     """A tensor of the header; ValueError for what is not one."""
     check_name(name, file.path)
     if not isinstance(entry, dict) or {"dtype", "shape", "data_offsets"} - entry.keys():
-        raise ValueError(f"tensor {name} is described by {str(entry)[:80]}")
+        raise ValueError(f"tensor {name} is described by {shown(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedError(
-            f"{file.path.name}: tensor {name} is stored as {str(dtype)[:80]}; "
+            f"{file.path.name}: tensor {name} is stored as {shown(dtype)}; "
             f"only {', '.join(DTYPES)} can be read"
         )
     for numbers in (shape, offsets):
         are_sizes = isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
         if not are_sizes or len(numbers) > _MOST_DIMS:
-            raise ValueError(f"tensor {name} has {str(numbers)[:80]} for a shape or a place")
+            raise ValueError(f"tensor {name} has {shown(numbers)} for a shape or a place")
     size = prod(shape) * ITEM_BYTES[dtype]
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise ValueError(f"tensor {name} of {size} bytes is at {str(offsets)[:80]}")
+        raise ValueError(f"tensor {name} of {size} bytes is at {shown(offsets)}")
     return _Stored(file, data + offsets[0], size, dtype, tuple(shape))
 
 
@@ -155,25 +158,26 @@ def _listed_files(folder: Path) -> dict[Path, set[str] | None]:
         if not present:
             raise CheckpointError(f"{folder} holds no *.safetensors files")
         raise CheckpointError(
-            f"{folder} holds {', '.join(sorted(present))} but no {INDEX} that says which to read"
+            f"{folder} holds {some_names(sorted(present))} but no {INDEX} that says which to read"
         )
     listed: dict[Path, set[str] | None] = {}
     for name, file in _weight_map(index).items():
-        if Path(file).name != file or not file.isprintable():
-            raise CheckpointError(f"{index}: {name} points outside the folder, to {file[:80]!a}")
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: {name} points outside the folder, to {shown(file)}")
+        check_name(file, index)
         tensors = listed.setdefault(folder / file, set())
         assert tensors is not None
         tensors.add(name)
     stray = sorted(present - {path.name for path in listed})
     if stray:
         raise CheckpointError(
-            f"{folder} holds {', '.join(stray)}, which {INDEX} does not name: a second copy or a "
+            f"{folder} holds {some_names(stray)}, which {INDEX} does not name: a second copy or a "
             "leftover; move it away"
         )
     missing = sorted({path.name for path in listed} - present)
     if missing:
         raise CheckpointError(
-            f"{folder}: {INDEX} names {', '.join(missing)}, which is missing; download it again"
+            f"{folder}: {INDEX} names {some_names(missing)}, which is missing; download it again"
         )
     return listed
 

@@ -19,7 +19,7 @@ _MOST = 2**40
 """Beyond any size or count, so that products of a few stay numbers that a float holds."""
 
 _LARGEST = sys.float_info.max
-_MOST_ID = 2**31 - 1
+_ID_DIGITS = 9
 
 _MOST_SHOWN = 120
 """Characters of a value in an error: a vocabulary may stand where a number belongs."""
@@ -138,7 +138,7 @@ class Fields:
     def numbered(self) -> Iterator[tuple[int, Fields]]:
         """Every object by the token id that is its key."""
         for key in self.keys():
-            if not key.isascii() or not key.isdecimal() or not 0 <= int(key[:12]) <= _MOST_ID:
+            if not (key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS):
                 raise CheckpointError(f"{self._where}: {cut(ascii(key))} is no token id")
             yield int(key), self.part(key)
 

@@ -56,6 +56,9 @@ _THETA = 10_000.0
 
 _ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 _BESIDE_SECTIONS = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+_ROPE_SIZE = "qk_rope_head_dim"
+"""A size of latent attention, which says nothing to other families."""
+
 _ABOUT_ROTATION = re.compile(r"(^|_)m?(rope|rotary|theta|yarn)")
 MOST_OF_ROPE = 1e12
 """Beyond any number of a rotation, so that its table is finite."""
@@ -161,7 +164,7 @@ def read_rope(
     """
     keys = fields.keys()
     for key in keys:
-        known = key in (*_ROPE_SECTIONS, *_BESIDE_SECTIONS) or key in checked
+        known = key in (*_ROPE_SECTIONS, *_BESIDE_SECTIONS, _ROPE_SIZE) or key in checked
         if not known and _ABOUT_ROTATION.search(key.lower()):
             raise UnsupportedError(
                 f"config.json: unknown key {shown(key)} about rotation; known: "

@@ -48,7 +48,7 @@ _NOT_COMPUTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_layer_freq": ((1,), "every layer after the dense ones has experts"),
     "sliding_window": ((), "attention is over the whole context"),
 }
-_ABOUT_ROTATION = ("qk_rope_head_dim", "rope_interleave", "indexer_rope_interleave")
+_ABOUT_ROTATION = ("rope_interleave", "indexer_rope_interleave")
 _BY_SIGMOID: dict[str, tuple[tuple[Any, ...], str]] = {
     "scoring_func": (("sigmoid",), "the router scores by sigmoid"),
     "topk_method": (("noaux_tc",), "experts are chosen with a correction bias"),

@@ -25,7 +25,7 @@ END_OF_TEXT, IM_START, IM_END = 0, 1, 2
 
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _CORPUS = ["the capital of the country is in the north and the river runs to the sea " * 4]
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -175,7 +175,7 @@ def write_tokenizer(folder: Path, vocab: int = VOCAB) -> None:
             "bos_token": _SPECIAL[END_OF_TEXT],
             "eos_token": _SPECIAL[IM_END],
             "add_bos_token": False,
-            "chat_template": _CHAT_TEMPLATE,
+            "chat_template": CHAT_TEMPLATE,
         },
     )
 
