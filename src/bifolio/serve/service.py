@@ -83,7 +83,7 @@ class Service:
         """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
         limit = self.engine.hello.max_model_len
         if len(text) > self.tokenizer.most_chars(limit):
-            raise context_exceeded(limit, f"the prompt has {len(text)} characters", param)
+            raise context_exceeded(limit, f": it has {len(text)} characters", param)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a plain prompt."""
@@ -139,12 +139,9 @@ class Service:
         if not prompt:
             raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
         if len(prompt) >= limit:
-            raise context_exceeded(
-                limit,
-                f"the prompt has {counted(len(prompt), 'token')}, and at least one more is for "
-                "the answer",
-                prompt_param,
-            )
+            has = f"it has {counted(len(prompt), 'token')}"
+            details = f": {has}, and at least one more is for the answer"
+            raise context_exceeded(limit, details, prompt_param)
         left = limit - len(prompt)
         if wanted is None:
             return left
