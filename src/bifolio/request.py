@@ -122,12 +122,16 @@ def _check(name: str, value: float, bounds: Bounds, what: str = "value") -> None
         raise RequestError(f"{name}: {what} {shown(value)} must be {bounds}", param=name)
 
 
-def context_exceeded(limit: int, however: str, param: str) -> RequestError:
-    """The error of a request that the context cannot hold, in words that clients know.
+def context_exceeded(limit: int, details: str, param: str) -> RequestError:
+    """The error of a request that the context cannot hold; `details` follow "too long".
 
-    LangChain looks for the code, LiteLLM for the first sentence.
+    The words are those by which clients know it: LiteLLM looks for the first sentence, LangChain
+    for the code in the text that the OpenAI client shows, or for "prompt is too long".
     """
-    text = f"This model's maximum context length is {limit} tokens. However, {however}."
+    text = (
+        f"This model's maximum context length is {limit} tokens. "
+        f"However, the prompt is too long{details}."
+    )
     return RequestError(text, param, "context_length_exceeded")
 
 

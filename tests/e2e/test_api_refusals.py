@@ -161,10 +161,10 @@ async def test_too_many_alternatives(tiny, count):
 
 
 async def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_know(tiny):
-    """LangChain looks for the code, LiteLLM for the sentence."""
+    """LiteLLM looks for the first sentence, LangChain for the code or the last words of these."""
     answer = await tiny.post("/v1/completions", **COMPLETION | {"prompt": [97] * 511})
     assert answer.json()["choices"][0]["finish_reason"] == "length"
-    words = "This model's maximum context length is 512 tokens. However, the prompt has"
+    words = "This model's maximum context length is 512 tokens. However, the prompt is too long"
     chat = CHAT | {"messages": [{"role": "user", "content": "a" * 600}]}
     for path, body, param in [
         ("/v1/completions", COMPLETION | {"prompt": [97] * 512}, "prompt"),

@@ -52,8 +52,9 @@ class Limits:
 
 
 def _too_long(prompt: int, asked: int, limit: int) -> RequestError:
-    has = f"the prompt has {counted(prompt, 'token')}"
+    has = f"it has {counted(prompt, 'token')}"
     if prompt >= limit:
-        return context_exceeded(limit, f"{has}, and at least one more is for the answer", "prompt")
-    wanted = f"{has} and {asked} were asked for; at most {limit - prompt} are possible"
-    return context_exceeded(limit, wanted, "max_tokens")
+        details = f": {has}, and at least one more is for the answer"
+        return context_exceeded(limit, details, "prompt")
+    details = f" for an answer of {asked}: {has}, so at most {limit - prompt} are possible"
+    return context_exceeded(limit, details, "max_tokens")

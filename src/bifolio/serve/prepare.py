@@ -199,7 +199,7 @@ def _check_chars(prompt: str, param: str, text: TextSide, limits: TextLimits) ->
     """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
     limit = limits.max_model_len
     if len(prompt) > text.tokenizer.most_chars(limit):
-        raise context_exceeded(limit, f"the prompt has {len(prompt)} characters", param)
+        raise context_exceeded(limit, f": it has {len(prompt)} characters", param)
 
 
 def check_ids(ids: Sequence[Any], param: str, limits: TextLimits) -> list[int]:

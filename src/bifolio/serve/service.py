@@ -102,12 +102,9 @@ class Service:
         if not prompt:
             raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
         if len(prompt) >= limit:
-            raise context_exceeded(
-                limit,
-                f"the prompt has {counted(len(prompt), 'token')}, and at least one more is for "
-                "the answer",
-                prompt_param,
-            )
+            has = f"it has {counted(len(prompt), 'token')}"
+            details = f": {has}, and at least one more is for the answer"
+            raise context_exceeded(limit, details, prompt_param)
         left = limit - len(prompt)
         if wanted is None:
             return left

@@ -122,7 +122,7 @@ class Fields:
             return ()
         items = value if isinstance(value, list) else [value]
         items = [i for i in items if not (type(i) is int and i in absent)]
-        if not all(type(i) is int and 0 <= i <= _MOST_ID for i in items):
+        if not all(type(i) is int and i >= 0 for i in items):
             raise self._wrong(key, value, "a token id or a list of them")
         return tuple(items)
 
