@@ -111,8 +111,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `cache_salt` names the tenant whose cached pages it may read.
+    """One sequence to continue.
 
+    `tenant` is who it is for: seats, pages and steps are shared among tenants. `cache_salt` names
+    those whose cached pages it may read: one tenant's requests may have several.
     Requests of one `session` are sent to the same prefill engine, where there are several.
     `timeout` is in seconds from now on, whoever reads it: clocks of two machines do not agree.
     With a `route` the engine ends it after the first token, which it hands over with the pages.
@@ -121,6 +123,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    tenant: str = ""
     cache_salt: str = ""
     session: str = ""
     timeout: float | None = None
