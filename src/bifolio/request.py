@@ -147,10 +147,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. It may read cached pages of its own `cache_salt` alone.
+    """One sequence to continue.
 
-    `tenant` is who pays for it: tenants share the engine evenly.
-
+    `tenant` is who it is for: seats, pages and steps are shared among tenants. `cache_salt` names
+    those whose cached pages it may read: one tenant's requests may have several.
     Requests of one `session` are sent to the same prefill engine, where there are several.
     `timeout` is in seconds from now on, whoever reads it: clocks of two machines do not agree.
     With a `route` the engine ends it after the first token, which it hands over with the pages.
@@ -159,8 +159,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    cache_salt: str = ""
     tenant: str = ""
+    cache_salt: str = ""
     session: str = ""
     timeout: float | None = None
     route: Route | None = None

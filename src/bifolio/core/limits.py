@@ -20,8 +20,9 @@ class Limits:
     """Bounds of requests and steps: tokens of a request, rows and tokens of a step, queue length.
 
     `max_step_logits` bounds the prompt positions of a step whose logits are wanted: a row of logits
-    is as long as the vocabulary. `stall_seconds` without a computed token, while work waits, count
-    as a stall.
+    is as long as the vocabulary. `max_shared_prefill` bounds the prompt tokens of a step while
+    several tenants have requests, so that the prompts of one do not make each token of another wait
+    for seconds. `stall_seconds` without a computed token, while work waits, count as a stall.
     """
 
     max_model_len: int
@@ -29,6 +30,7 @@ class Limits:
     max_step_tokens: int = 2048
     max_waiting: int = 1024
     max_step_logits: int = 256
+    max_shared_prefill: int = 256
     stall_seconds: float = 60.0
 
     def longest(self, pages: int, page_size: int) -> int:

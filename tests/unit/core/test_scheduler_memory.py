@@ -15,7 +15,7 @@ from bifolio.testing.scripted import ScriptedModel
 
 def ask(name: str, prompt: list[int], max_tokens: int, salt: str = "") -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(id=name, prompt_ids=prompt, cache_salt=salt, sampling=sampling)
+    return Request(id=name, prompt_ids=prompt, tenant=salt, cache_salt=salt, sampling=sampling)
 
 
 def own_prompt(number: int, length: int) -> list[int]:
@@ -148,7 +148,7 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     rng = random.Random(7)
     rig = Rig(pages=16, limits=Limits(max_model_len=64, max_num_seqs=6, max_step_tokens=64))
     for i in range(60):
-        rig.add(ask(str(i), own_prompt(i, rng.randrange(1, 9)), rng.randrange(1, 48), str(i % 7)))
+        rig.add(ask(str(i), own_prompt(i, rng.randrange(1, 9)), rng.randrange(1, 48)))
     newest, preemptions = 0, 0
     while (step := rig.schedule()) is not None:
         generations = {row.generation for row in step.rows}
@@ -251,7 +251,7 @@ def test_a_row_that_finds_no_page_leaves_its_share_of_logits_to_the_others() -> 
     rig.step()
     for number, name, salt in ((3, "first", "x"), (4, "second", "y")):
         prompt, sampling = own_prompt(number, 12), SamplingParams(max_tokens=2, prompt_logprobs=1)
-        rig.add(Request(id=name, prompt_ids=prompt, sampling=sampling, cache_salt=salt))
+        rig.add(Request(id=name, prompt_ids=prompt, sampling=sampling, tenant=salt))
     step = rig.schedule()
     assert step is not None
     assert [row.request_id for row in step.rows] == [*others, "second"]

@@ -199,7 +199,7 @@ def test_a_request_that_the_decode_side_can_never_serve_is_refused_before_it_has
     two = pair(pages=(32, 4))
     two.send(request("a", 8, max_tokens=20))
     with pytest.raises(RequestError, match="at most 8 are possible"):
-        two.decode.scheduler.has_room(two.sent["a"], 2)
+        two.decode.scheduler.find_room(two.sent["a"], 2)
 
 
 def test_late_signals_of_a_transfer_are_ignored():
