@@ -14,9 +14,6 @@ import pytest
 from e2e_harness import FAULT, HANG, KILL, PATIENCE, default_script, serving, until
 
 from bifolio.serve import streams
-from bifolio.serve.completions import _read_prompts
-from bifolio.serve.protocol import CompletionBody
-from bifolio.testing.text import byte_tokenizer
 
 SLOW = {"step_seconds": 0.01}
 ENDLESS = {"model": "tiny", "prompt": "abc", "max_tokens": 90_000, "ignore_eos": True}
@@ -53,29 +50,6 @@ async def test_keys_are_needed_where_requests_are_and_nowhere_else():
         async with client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
-
-
-async def test_many_prompts_are_read_one_by_one_with_others_in_between():
-    seen = []
-
-    class Prompts:
-        tokenizer = byte_tokenizer()
-
-        def check_chars(self, text, param):
-            pass
-
-        async def encode(self, text, *, add_special_tokens):
-            seen.append(text)
-            return [5]
-
-    async def stream():
-        for _ in range(3):
-            seen.append("stream")
-            await asyncio.sleep(0)
-
-    body = CompletionBody(prompt=["a", "b", "c"])
-    await asyncio.gather(_read_prompts(Prompts(), body), stream())
-    assert seen == ["a", "stream", "b", "stream", "c", "stream"]
 
 
 async def test_many_messages_are_rendered_beside_the_event_loop(monkeypatch):
