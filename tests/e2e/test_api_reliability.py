@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 
 import httpx
@@ -50,23 +49,6 @@ async def test_keys_are_needed_where_requests_are_and_nowhere_else():
         async with client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
-
-
-async def test_many_messages_are_rendered_beside_the_event_loop(monkeypatch):
-    async with serving() as server:
-        template, threads = server.server._service.template, []
-        render = template.render
-
-        def watched(*args, **kwargs):
-            threads.append(threading.get_ident())
-            return render(*args, **kwargs)
-
-        monkeypatch.setattr(template, "render", watched)
-        for count in (1, 1000):
-            messages = [{"role": "user", "content": ""}] * count
-            await server.post("/tokenize", messages=messages)
-        here = threading.get_ident()
-        assert [thread == here for thread in threads] == [True, False]
 
 
 async def test_a_body_that_is_too_long_is_refused_before_it_is_read():
