@@ -389,9 +389,11 @@ async def _both(
     first = asyncio.create_task(anext(from_one))
     second = asyncio.create_task(anext(from_other))
     try:
-        yield await first  # it is in line
-        first = asyncio.create_task(anext(from_one))
-        await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+        admitted = await first
+        if admitted.finish is None:  # else both news came as one: this reader was slow
+            yield admitted
+            first = asyncio.create_task(anext(from_one))
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not second.done():
             output = first.result()
             if output.finish is not FinishReason.HANDOFF:
