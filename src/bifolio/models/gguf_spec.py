@@ -21,7 +21,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _ROPE_KEYS = {"dimension_count", "freq_base", "scale_linear"}
 _ROPE_KEYS |= {f"scaling.{key}" for key in ("type", "factor", "finetuned", "attn_factor")}
-_ROPE_KEYS |= {"scaling.original_context_length", "scaling.yarn_log_multiplier"}
+_ROPE_KEYS.add("scaling.original_context_length")
 _ROPE_KEYS |= {f"scaling.yarn_{key}" for key in ("beta_fast", "beta_slow", "attn_factor")}
 _ROPE_KEYS |= {"scaling.yarn_ext_factor"}
 
