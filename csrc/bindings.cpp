@@ -77,7 +77,7 @@ void bind_sampling(nb::class_<Runtime>& runtime) {
   {
     using A = GreedyArgs;
     bind_kernel(runtime, "greedy", &KernelTable::greedy, FIELD(logits), FIELD(tokens), FIELD(rows),
-                FIELD(vocab));
+                FIELD(vocab), FIELD(stride));
   }
   {
     using A = DrawArgs;

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from bifolio.config import parse_bytes, resolve
 from bifolio.disagg.router import PoolRouter
 from bifolio.engine import logs
 from bifolio.engine.messages import HandoffStats
+from bifolio.machine import default_threads
 from bifolio.models.source import resolve_source
 
 PREFILL, DECODE = "fp8/bf16", "int4:g32/fp8"
@@ -110,7 +110,7 @@ def show(console: Console, results: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--cache-memory", type=parse_bytes, default=2**30)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each load")

@@ -132,7 +132,7 @@ def main() -> None:
         print(f"{name}: {sum(part.nbytes for part in shard) / 1e9:.2f} GB", flush=True)
     write_json(args.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     write_json(args.folder / "config.json", config)
-    write_tokenizer(args.folder)
+    write_tokenizer(args.folder, args.vocab)
     print(f"{args.folder}: {len(parts):,} tensors, {total / 1e9:.2f} GB")
 
 

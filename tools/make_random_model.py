@@ -24,7 +24,7 @@ def main() -> None:
     config = dict(preset.config)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     write_weights(folder, random_weights(config, dtype=torch.bfloat16))
-    write_tokenizer(folder)
+    write_tokenizer(folder, config["vocab_size"])
     print(f"{folder}: random weights of {sys.argv[1]}")
 
 

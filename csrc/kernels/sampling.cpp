@@ -18,16 +18,27 @@ namespace {
 constexpr float kLog2E = 1.44269504F;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-float largest(const float* x, int64_t n) {
+struct Largest {
+  float value;
+  bool finite;  // all numbers of the row, not the largest alone
+};
+
+Largest largest(const float* x, int64_t n) {
   Lanes best = splat(kLowest);
+  Lanes excess{};  // x - x is 0 for finite numbers and NaN for all others, and NaN stays
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) best = max(load(x + i), best);
-  float result = kLowest;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Lanes here = load(x + i);
+    best = max(here, best);
+    excess += here - here;
+  }
+  Largest result{kLowest, sum_lanes(excess) == 0.0F};
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (best[lane] > result) result = best[lane];
+    if (best[lane] > result.value) result.value = best[lane];
   }
   for (; i < n; ++i) {
-    if (x[i] > result) result = x[i];
+    if (x[i] > result.value) result.value = x[i];
+    result.finite = result.finite && std::isfinite(x[i]);
   }
   return result;
 }
@@ -293,13 +304,16 @@ class WholeRow {
   double total_;
 };
 
-int32_t draw_row(const float* x, int64_t vocab, const DrawRule& rule, const Scratch& scratch) {
+// The best token of a row whose best logit is given; 0 where nothing is but NaN.
+int32_t best_token(const float* x, int64_t vocab, float best) {
+  const int64_t first = first_equal(x, vocab, best);
+  return static_cast<int32_t>(first < 0 ? 0 : first);
+}
+
+int32_t draw_row(const float* x, int64_t vocab, float best, const DrawRule& rule,
+                 const Scratch& scratch) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const float best = largest(x, vocab);
-  if (!(std::fabs(best) < kInfinity)) {
-    const int64_t first = first_equal(x, vocab, best);
-    return static_cast<int32_t>(first < 0 ? 0 : first);
-  }
+  if (!(std::fabs(best) < kInfinity)) return best_token(x, vocab, best);
   if (rule.top_k <= 0 && rule.min_p <= 0.0) {
     return WholeRow(x, vocab, best, rule.temperature, scratch).draw(rule.top_p, rule.uniform);
   }
@@ -320,8 +334,10 @@ int32_t draw_row(const float* x, int64_t vocab, const DrawRule& rule, const Scra
 
 void greedy(const GreedyArgs& a, ThreadPool& pool) {
   parallel_for(pool, a.rows, [&](int64_t row, int) {
-    const float* x = a.logits + row * a.vocab;
-    a.tokens[row] = static_cast<int32_t>(first_equal(x, a.vocab, largest(x, a.vocab)));
+    const float* x = a.logits + row * a.stride;
+    const Largest best = largest(x, a.vocab);
+    const int32_t token = best_token(x, a.vocab, best.value);
+    a.tokens[row] = best.finite ? token : ~token;
   });
 }
 
@@ -336,12 +352,14 @@ void draw(const DrawArgs& a, ThreadPool& pool) {
     Carver carver(a.workspace);
     Scratch scratch{};
     for (int t = 0; t <= thread; ++t) scratch = carve_scratch(carver, a.vocab);
-    a.tokens[i] = draw_row(a.rows[i], a.vocab, a.rules[i], scratch);
+    const Largest best = largest(a.rows[i], a.vocab);
+    const int32_t token = draw_row(a.rows[i], a.vocab, best.value, a.rules[i], scratch);
+    a.tokens[i] = best.finite ? token : ~token;
   });
 }
 
 void logprobs(const LogprobsArgs& a, ThreadPool&) {
-  const float best = largest(a.logits, a.vocab);
+  const float best = largest(a.logits, a.vocab).value;
   const double log_total = std::log(sum_of_exp(a.logits, a.vocab, best, 1.0F));
   const auto logprob = [&](float x) {
     return static_cast<double>(weighed(x)) - static_cast<double>(best) - log_total;

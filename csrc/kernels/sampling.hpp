@@ -6,9 +6,9 @@
 namespace bifolio {
 
 struct GreedyArgs {
-  const float* logits;  // [rows, vocab], contiguous
-  int32_t* tokens;      // [rows]; -1 for a row of nothing but NaN
-  int64_t rows, vocab;
+  const float* logits;  // [rows, vocab], rows `stride` floats apart
+  int32_t* tokens;      // [rows]; the complement for a row with a logit that is not finite
+  int64_t rows, vocab, stride;
 };
 
 BIFOLIO_DECLARE(greedy, GreedyArgs)
@@ -22,7 +22,7 @@ struct DrawRule {
 struct DrawArgs {
   const float* const* rows;  // [count] pointers to [vocab]
   const DrawRule* rules;     // [count]
-  int32_t* tokens;           // [count]
+  int32_t* tokens;           // [count]; the complement for a row with a logit that is not finite
   uint8_t* workspace;
   int64_t count, vocab;
 };

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,6 +20,8 @@ from pydantic import (
 
 from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
+from bifolio.input_files import parse_toml, read_text
+from bifolio.machine import default_threads
 
 PREFILL_CHUNK = 256
 """Tokens of a step of a prefill worker, if nothing is asked for. Pages of one chunk travel while
@@ -142,10 +142,22 @@ class ServerConfig(_Frozen):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may give as `Host`, besides localhost and addresses; `*`: any."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of the pages that may use the server from a browser; `*`: any."""
+    max_connections: int = Field(default=0, ge=0)
+    """Open at a time; 0: twice what the queue holds, at least 4,096, as far as files allow."""
+    max_connections_per_address: int = Field(default=0, ge=0)
+    """Of one client address; 0: half of all."""
+    share_prefix_cache: bool = False
+    """Whether prompts sent with different keys may share pages of the cache."""
     admin_key: str = ""
     """Lets its owner look at and change the workers of two pools; empty: nobody."""
     served_name: str = ""
     chat_template: str = ""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Whether the sampling that the model's files recommend is the default of requests."""
     max_request_bytes: int = 8 * 2**20
     drain_seconds: float = Field(default=30.0, ge=0)
     request_timeout: float | None = Field(default=None, gt=0)
@@ -158,12 +170,36 @@ class ServerConfig(_Frozen):
             raise ValueError("it is empty; give a value, or leave it out")
         return value
 
+    @field_validator("cors_origins", mode="after")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not re.fullmatch(r"\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+/?", origin):
+                raise ValueError(f"{origin!r}: expected * or SCHEME://HOST[:PORT]")
+        return tuple(origin.removesuffix("/").lower() for origin in origins)
+
+    @field_validator("allowed_hosts", mode="after")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not re.fullmatch(r"\*|[^\s:/*]+", host):
+                raise ValueError(f"{host!r}: expected * or a name without a port")
+        return tuple(host.lower() for host in hosts)
+
     @field_validator("api_keys", mode="after")
     @classmethod
     def _keep_out(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         if not all(key.strip() for key in keys):
             raise ValueError("an empty key lets everybody in; give a value, or leave it out")
         return keys
+
+    @property
+    def queue_size(self) -> int:
+        """Requests that may run or wait at a time, in all workers."""
+        if self.pools is None:
+            return self.engine.max_waiting + self.engine.max_num_seqs
+        waiting = self.engine.max_waiting * self.pools.prefill_workers
+        return waiting + self.pools.decode.max_num_seqs * self.pools.decode_workers
 
 
 def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
@@ -175,13 +211,13 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
     merged: dict[str, Any] = {}
     if file is not None:
         try:
-            merged = tomllib.loads(file.read_text())
-        except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+            merged = parse_toml(read_text(file, pipe=True))
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read the configuration file {file}: {cause_of(error)}"
             ) from error
     given = {key: value for key, value in options.items() if value is not None}
-    merged = _with_api_keys(merged) | _with_api_keys(given)
+    merged = _with_lists(merged) | _with_lists(given)
     _check_keys(merged, _KEYS)
     if not merged.get("model"):
         raise ConfigError(
@@ -207,15 +243,21 @@ _KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_
 _KEYS -= {"engine"}
 
 
-def _with_api_keys(given: dict[str, Any]) -> dict[str, Any]:
-    """`api_key`, which is how the option is called, as the list that it stands for."""
-    if "api_key" not in given:
-        return given
-    if "api_keys" in given:
-        raise ConfigError('api_key and api_keys: give one of them, such as api_keys = ["…", "…"]')
-    key = given["api_key"]
-    rest = {name: value for name, value in given.items() if name != "api_key"}
-    return rest | {"api_keys": [key] if isinstance(key, str) else key}
+_LISTS = {"api_key": "api_keys", "cors_origin": "cors_origins", "allowed_host": "allowed_hosts"}
+"""Options that may be repeated, and the list that each stands for."""
+
+
+def _with_lists(given: dict[str, Any]) -> dict[str, Any]:
+    """Keys as the options are called (`api_key`) as the lists that they stand for."""
+    merged = dict(given)
+    for one, many in _LISTS.items():
+        if one not in given:
+            continue
+        if many in given:
+            raise ConfigError(f'{one} and {many}: give one of them, such as {many} = ["…", "…"]')
+        value = merged.pop(one)
+        merged[many] = [value] if isinstance(value, str) else value
+    return merged
 
 
 def _check_keys(given: Collection[str], known: Collection[str]) -> None:
@@ -244,7 +286,7 @@ def _two_pools(
             f"pools: {pools!r} is not like 1p1d (1 to {MAX_WORKERS} prefill and decode workers)"
         )
     if not engine.get("threads"):
-        engine = engine | {"threads": max(1, len(os.sched_getaffinity(0)) // sum(counts))}
+        engine = engine | {"threads": max(1, default_threads() // sum(counts))}
     prefill, decode = (PrecisionPlan(side, side, plan.page_size) for side in plan.sides)
     chunk = {"max_step_tokens": PREFILL_CHUNK} | engine
     return {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final, NamedTuple
 
 import msgspec
 
 from bifolio.errors import RequestError
+from bifolio.words import shown
 
 
 class FinishReason(StrEnum):
@@ -33,11 +35,54 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal_error"
 
 
+MAX_LOGPROBS = 20
+"""Alternatives per position that a request may ask for."""
+
+
+class Bounds(NamedTuple):
+    """Values from `low` to `high`, None for no end; `low` itself only if it is not `open`."""
+
+    low: float
+    high: float | None = None
+    open: bool = False
+
+    def __str__(self) -> str:
+        text = f"{'above' if self.open else 'at least'} {self.low}"
+        return text if self.high is None else f"{text} and at most {self.high}"
+
+    def hold(self, value: float) -> bool:
+        """Whether the value lies between them; NaN does not."""
+        above = value > self.low if self.open else value >= self.low
+        return above and (self.high is None or value <= self.high)
+
+
+BOUNDS: Final = {
+    "max_tokens": Bounds(1),
+    "min_tokens": Bounds(0),
+    "temperature": Bounds(0.0, 100.0),
+    "top_k": Bounds(0, 2**63 - 1),
+    "top_p": Bounds(0.0, 1.0),
+    "min_p": Bounds(0.0, 1.0),
+    "repetition_penalty": Bounds(0.0, 100.0, open=True),
+    "frequency_penalty": Bounds(-2.0, 2.0),
+    "presence_penalty": Bounds(-2.0, 2.0),
+    "logit_bias": Bounds(-100.0, 100.0),
+    "seed": Bounds(0, 2**64 - 1),
+    "logprobs": Bounds(0, MAX_LOGPROBS),
+    "prompt_logprobs": Bounds(0, MAX_LOGPROBS),
+}
+"""Of the numbers in SamplingParams, by their names."""
+
+DEFAULTED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Parameters for which the files of a model may recommend values."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen and when to stop. All ids are checked against the vocabulary.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 are off. `seed` None is drawn by the
-    front end, so that the engine is deterministic. `logprobs` is the number of alternatives
+    temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 are off; top_p 0 leaves the most likely
+    token alone. The front end draws a `seed` where none is asked for, so that the engine is
+    deterministic. `logprobs` is the number of alternatives
     reported beside the chosen token (None: no logprobs); `prompt_logprobs` the same for the prompt.
     """
 
@@ -59,44 +104,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, vocab: int) -> None:
         """Raise RequestError naming the first parameter out of range."""
-        _within("max_tokens", self.max_tokens, 1, None)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, 2**63 - 1)
-        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None:
-                _within(name, count, 0, MAX_LOGPROBS)
-        _within("seed", self.seed, 0, 2**64 - 1)
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            if name != "logit_bias" and value is not None:
+                _check(name, value, bounds)
+        _check("min_tokens", self.min_tokens, Bounds(0, self.max_tokens))
+        ids = Bounds(0, vocab - 1)
         for token, bias in self.logit_bias.items():
-            _within("logit_bias", token, 0, vocab - 1, what="token id")
-            _within("logit_bias", bias, -100.0, 100.0)
+            _check("logit_bias", token, ids, "token id")
+            _check("logit_bias", bias, BOUNDS["logit_bias"])
         for token in self.stop_ids:
-            _within("stop_token_ids", token, 0, vocab - 1, what="token id")
+            _check("stop_token_ids", token, ids, "token id")
 
 
-MAX_LOGPROBS = 20
-"""Alternatives per position that a request may ask for."""
+def _check(name: str, value: float, bounds: Bounds, what: str = "value") -> None:
+    if not bounds.hold(value):
+        raise RequestError(f"{name}: {what} {shown(value)} must be {bounds}", param=name)
 
 
-def _within(
-    name: str,
-    value: float,
-    low: float,
-    high: float | None,
-    *,
-    low_open: bool = False,
-    what: str = "value",
-) -> None:
-    inside = (value > low if low_open else value >= low) and (high is None or value <= high)
-    if not inside:  # NaN lands here too
-        bounds = f"{'above' if low_open else 'at least'} {low}"
-        bounds += "" if high is None else f" and at most {high}"
-        raise RequestError(f"{name}: {what} {value} must be {bounds}", param=name)
+def context_exceeded(limit: int, details: str, param: str) -> RequestError:
+    """The error of a request that the context cannot hold; `details` follow "too long".
+
+    The words are those by which clients know it: LiteLLM looks for the first sentence, LangChain
+    for the code in the text that the OpenAI client shows, or for "prompt is too long".
+    """
+    text = (
+        f"This model's maximum context length is {limit} tokens. "
+        f"However, the prompt is too long{details}."
+    )
+    return RequestError(text, param, "context_length_exceeded")
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +147,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `cache_salt` names the tenant whose cached pages it may read.
+    """One sequence to continue.
 
+    `tenant` is who it is for: seats, pages and steps are shared among tenants. `cache_salt` names
+    those whose cached pages it may read: one tenant's requests may have several.
     Requests of one `session` are sent to the same prefill engine, where there are several.
     `timeout` is in seconds from now on, whoever reads it: clocks of two machines do not agree.
     With a `route` the engine ends it after the first token, which it hands over with the pages.
@@ -121,6 +159,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    tenant: str = ""
     cache_salt: str = ""
     session: str = ""
     timeout: float | None = None

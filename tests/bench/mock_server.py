@@ -20,8 +20,11 @@ class Mock:
     """`continuous`, `final`, or None; a dialect that it does not know is answered with 400."""
     strict: bool = False
     """Refuse `continuous_usage_stats` and `ignore_eos`, as the OpenAI API itself does."""
-    more: int = 0
-    """Tokens beyond those asked for."""
+    more: tuple[int, ...] = (0,)
+    """Tokens beyond those asked for, of one answer after the other in turn."""
+    finish: str = "length"
+    cut: int = 0
+    """Tokens of each prompt that it drops in silence."""
     fail_every: int = 0
     hang_up_every: int = 0
     politely: bool = False
@@ -55,6 +58,9 @@ class Mock:
     _prompts: float = 0
     _hits: float = 0
     _numbers: itertools.count = field(default_factory=itertools.count)
+
+    def __post_init__(self):
+        self._more = itertools.cycle(self.more)
 
     async def handle(self, reader, writer):
         self.connections += 1
@@ -120,6 +126,7 @@ class Mock:
             prompt = sum(map(len, said)) + self.template * len(said)
         else:
             prompt = len(body["prompt"])
+        prompt -= self.cut
         self._prompts += prompt
         self._hits += prompt * (self.hit_share or 0)
         self._open += 1
@@ -139,7 +146,12 @@ class Mock:
         if chat:
             role = {"index": 0, "delta": {"role": "assistant", "content": None}}
             self._event(writer, json.dumps({"choices": [role | {"finish_reason": None}]}))
-        return await self._stream(writer, prompt, tokens + self.more, bool(hang_up), chat)
+        return await self._stream(
+            writer, prompt, tokens + self._next_more(probe), bool(hang_up), chat
+        )
+
+    def _next_more(self, probe):
+        return 0 if probe else next(self._more)
 
     async def _stream(self, writer, prompt, tokens, hang_up, chat):
         sent, sizes = 0, itertools.cycle(self.chunks)
@@ -147,7 +159,7 @@ class Mock:
             size = min(next(sizes), tokens - sent)
             sent += size
             text = "" if self.silent or not size else "wor" * size
-            end = "length" if sent == tokens else None
+            end = self.finish if sent == tokens else None
             words = {"delta": {"content": text}} if chat else {"text": text}
             event = {"choices": [{"index": 0, "finish_reason": end} | words]}
             if self.usage == "continuous":

@@ -1,5 +1,6 @@
 """`bifolio bench` and `bench compare` from the command line: a tiny model, and a mock server."""
 
+import asyncio
 import json
 import time
 from types import SimpleNamespace
@@ -8,8 +9,13 @@ import pytest
 from mock_server import Mock, serving
 from typer.testing import CliRunner
 
+from bifolio.bench.pools import WARM_UP, run_load
+from bifolio.bench.report.bench_part import speed_table
+from bifolio.bench.report.documents import read_documents
+from bifolio.bench.report.joined import joined_page
 from bifolio.cli.main import app
 from bifolio.engine.engine import Engine
+from bifolio.request import FinishReason, Output, SamplingParams
 from bifolio.testing.tiny import tiny_config, write_model
 
 SMALL = ("--input", "12", "--output", "5", "--concurrency", "1,2", "--threads", "1")
@@ -152,6 +158,69 @@ def test_an_invalid_run_ends_with_status_1_and_says_why(tmp_path):
     lines = path.read_text().splitlines()
     errors = [json.loads(line)["error"] for line in lines]
     assert {"code": 400, "type": "refused", "message": "I do not like this one"} in errors
+
+
+def short(*options, status=1, **mock):
+    with serving(Mock(more=(-105,), finish="stop", **mock)) as url:
+        return invoke("--url", url, "--input", 12, "--output", 120, *options, status=status)
+
+
+def test_answers_cut_short_have_no_price(tmp_path):
+    """Ten requests of 128 tokens, of which 16 come."""
+    result = short("--requests", 10, "--concurrency", 2, "--out", tmp_path)
+    assert "INVALID: c2: asked for 1,200 output tokens, got 150" in result.stdout
+    bench = json.loads((tmp_path / "bench.json").read_text())
+    (point,) = bench["points"]
+    assert (bench["valid"], point["figures"]["cost_per_million_output_tokens"]) == (False, None)
+    assert bench["sweeps"][""]["peak_concurrency"] is None
+    page = joined_page(read_documents(tmp_path))
+    assert page.alarms == bench["invalid"]
+    assert [row[-1] for row in speed_table(bench).rows] == ["–"]
+    assert not any("cost" in tile.what for tile in page.tiles)
+    (path,) = tmp_path.glob("aiperf/*/c2-0/profile_export_aiperf.json")
+    summary = json.loads(path.read_text())
+    assert (summary["is_complete"], summary["incomplete_reason"]) == (
+        False,
+        bench["invalid"][0][4:],
+    )
+
+
+def test_a_user_may_accept_answers_of_other_lengths():
+    result = short("--requests", 4, "--concurrency", 1, "--max-length-error", 90, status=0)
+    assert "rates count what came" in " ".join(result.stdout.split())
+
+
+def test_an_engine_in_process_that_ends_answers_early_is_invalid_too(tiny, monkeypatch):
+    def halved(max_tokens, **options):
+        return SamplingParams(max_tokens=max_tokens // 2, **options)
+
+    monkeypatch.setattr("bifolio.bench.in_process.SamplingParams", halved)
+    found = values("--model", tiny, *SMALL, "--repeats", 1, status=1)
+    assert "limits answers or ran out of context" in found["invalid"][0]
+    assert [p["figures"]["cost_per_million_output_tokens"] for p in found["points"]] == [None] * 2
+
+
+def test_a_plan_whose_answers_are_cut_short_is_compared_with_nothing():
+    with serving(Mock()) as whole, serving(Mock(more=(-3,), finish="stop")) as cut:
+        options = ("--input", 32, "--output", 6, "--concurrency", 2, "--repeats", 1)
+        found = values("compare", whole, cut, *options, "--alone", 40, status=1)
+    assert [bool(comparison["refused"]) for comparison in found["comparisons"]] == [True, True]
+    assert all(set(c["ratios"].values()) == {None} for c in found["comparisons"])
+    assert found["peak_ratios"] == {cut: None}
+    assert found["alone"][whole]["decode_tokens_per_second"]
+    assert found["alone"][cut]["decode_tokens_per_second"] is None
+
+
+def test_pools_that_end_answers_early_have_no_figures():
+    class Engine:
+        hello = SimpleNamespace(vocab=300)
+
+        async def generate(self, request):
+            tokens = [1] * (request.sampling.max_tokens - 1)
+            yield Output(id=request.id, tokens=tokens, finish=FinishReason.LENGTH)
+
+    with pytest.raises(RuntimeError, match="has 7 tokens"):
+        asyncio.run(run_load(Engine(), WARM_UP, 0))
 
 
 def test_plans_with_different_hit_rates_are_not_compared():

@@ -7,6 +7,7 @@ from bifolio.bench.dialect import EndpointType
 from bifolio.bench.endpoint import Endpoint
 from bifolio.bench.figures import Goals
 from bifolio.bench.lengths import Lengths
+from bifolio.bench.progress import RunProgress
 from bifolio.bench.session import Load, Plan, measure, series
 from bifolio.bench.traffic import Synthetic
 from bifolio.errors import ConfigError
@@ -91,18 +92,76 @@ def test_a_server_that_knows_no_extras_is_asked_without_them():
 
 
 def test_the_usage_counts_where_chunks_contradict_it():
-    figures = run(Mock(chunks=(2,), lie=5)).figures
+    figures = run(Mock(chunks=(2,), lie=5), goals=Goals(length_error=0.5)).figures
     assert figures.real_output == 10 * (TOKENS + 5)
     assert figures.itl is None
     assert warned(figures, "do not add up")
 
 
-@pytest.mark.parametrize("more", [-9, 40])
-def test_other_lengths_than_asked_are_shown_and_rates_count_what_came(more):
-    figures = run(Mock(more=more)).figures
-    assert (figures.asked_output, figures.real_output) == (10 * TOKENS, 10 * (TOKENS + more))
-    assert figures.output_rate == pytest.approx(10 * (TOKENS + more) / figures.seconds)
-    assert warned(figures, f"asked for {10 * TOKENS} output tokens, got {10 * (TOKENS + more)}")
+@pytest.mark.parametrize("kind", EndpointType)
+@pytest.mark.parametrize(
+    ("more", "finish", "cause"),
+    [
+        ((-9,), "stop", "does not honour ignore_eos"),
+        ((-TOKENS + 3,), "stop", "does not honour ignore_eos"),
+        ((-9,), "length", "limits answers or ran out of context"),
+        ((40,), "length", "does not keep to max_tokens"),
+        ((-6, 6), "stop", "does not honour ignore_eos"),  # as many tokens as asked for, all in all
+    ],
+)
+def test_other_lengths_than_asked_make_a_run_invalid_and_name_the_cause(more, finish, cause, kind):
+    figures = run(Mock(more=more, finish=finish), kind=kind).figures
+    came = 10 * TOKENS + sum(more) * 10 // len(more)
+    assert (figures.asked_output, figures.real_output) == (10 * TOKENS, came)
+    assert figures.output_rate == pytest.approx(came / figures.seconds)
+    assert figures.invalid[0].startswith(
+        f"asked for {10 * TOKENS} output tokens, got {came} (10 of 10 requests differ), more than "
+        "2% off: "
+    )
+    assert cause in figures.invalid[0]
+    assert "hint: " in figures.invalid[0]
+    assert figures.cost(1.0) is None
+
+
+@pytest.mark.parametrize(("more", "valid"), [(-2, True), (-3, False), (2, True), (3, False)])
+def test_answers_may_miss_their_length_by_two_percent(more, valid):
+    figures = run(Mock(more=(more,), finish="stop"), output=100).figures
+    assert (not figures.invalid) == valid
+    assert (figures.cost(1.0) is not None) == valid
+    assert warned(figures, f"asked for 1,000 output tokens, got {1000 + 10 * more:,}")
+
+
+def test_a_run_with_a_wider_bound_counts_what_came():
+    figures = run(Mock(more=(-9,)), goals=Goals(length_error=0.5)).figures
+    assert not figures.invalid
+    assert figures.cost(3600.0) == pytest.approx(1e6 / figures.output_rate)
+    assert warned(figures, "rates count what came")
+
+
+@pytest.mark.parametrize("kind", EndpointType)
+def test_a_prompt_that_the_endpoint_cuts_makes_the_run_invalid(kind):
+    cut = 20 if kind is EndpointType.CHAT else 1  # a template of 7 tokens may hide some words
+    figures = run(Mock(cut=cut), kind=kind).figures
+    template = 7 if kind is EndpointType.CHAT else 0
+    assert figures.real_prompt == 10 * (32 + template - cut)
+    assert "it cuts prompts or does not count them" in figures.invalid[0]
+    assert (
+        f"sent 320 prompt tokens, of which the endpoint counted {10 * (cut - template)} less"
+        in (figures.invalid[0])
+    )
+
+
+def test_a_conversation_in_words_may_be_shorter_than_its_tokens():
+    """The text of an answer is not always as many tokens again: only the user's words must be."""
+    figures = chat(Mock(silent=True), Load(1), turns=3, requests=2).figures
+    assert figures.real_prompt < figures.asked_prompt
+    assert not figures.invalid
+
+
+def test_a_prompt_with_more_tokens_than_words_is_no_fault_and_is_said():
+    figures = chat(Mock(cut=-64)).figures
+    assert not figures.invalid
+    assert warned(figures, "asked for 320 prompt tokens, got 1,030")
 
 
 def test_requests_that_fail_count_apart_and_too_many_make_the_run_invalid():
@@ -152,7 +211,7 @@ def test_no_prompt_comes_twice_in_a_series_nor_in_the_warm_up():
     mock = Mock()
     with serving(mock) as url:
         target = Endpoint(url)
-        list(series(target, plan(requests=4), [Load(1), Load(2)], 3, lambda _text: None))
+        list(series(target, plan(requests=4), [Load(1), Load(2)], 3, RunProgress()))
         target.close()
     prompts = [tuple(body["prompt"]) for body in mock.bodies]
     assert len(set(prompts)) == len(prompts) == 1 + 2 * 3 * 4

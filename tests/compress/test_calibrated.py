@@ -207,8 +207,8 @@ def test_a_stopped_calibration_goes_on_to_the_same_bytes(method: Method, tmp_pat
 
 def test_a_text_is_cut_into_pieces_of_which_the_last_are_held_out(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
-    path.write_text("a" * 1000)
-    found = read_texts(path, lambda text: list(range(len(text))), tokens=128, vocab=320, longest=32)
+    path.write_text("a" * 999)
+    found = read_texts(path, lambda text: list(range(len(text))), tokens=128, vocab=999, longest=32)
     assert [len(piece) for piece in found.calibration] == [32] * 4
     assert found.held_out[0][0] == 896 and len(found.held_out) == 4
     assert max(piece[-1] for piece in found.calibration) < 896
@@ -220,13 +220,18 @@ def test_a_text_is_cut_into_pieces_of_which_the_last_are_held_out(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [('{"tokens": [1, 99]}', "ids below 10"), ("no json", "line 1"), ('{"text": "a"}', "longer")],
+    [
+        ('{"tokens": [1, 99]}', "ids below 10"),
+        ("no json", "line 1"),
+        ('{"text": "a"}', "longer"),
+        ('{"text": "<pad>"}', "line 1: the tokenizer writes token 10, but the model has 10"),
+    ],
 )
 def test_texts_that_cannot_be_used_are_refused(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=why):
-        read_texts(path, lambda text: [1] * len(text), tokens=100, vocab=10, longest=32)
+        read_texts(path, lambda text: [1, 2 * len(text)], tokens=100, vocab=10, longest=32)
 
 
 def test_methods_that_need_a_text_say_so(tmp_path: Path) -> None:

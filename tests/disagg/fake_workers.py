@@ -1,12 +1,13 @@
 """Workers without processes: a test says, attempt by attempt, what a pair does with a request."""
 
 import asyncio
+import contextlib
 
 from bifolio.config import EngineConfig
 from bifolio.disagg.fleet import Fleet
 from bifolio.disagg.router import PoolRouter
 from bifolio.engine.messages import EngineStats, Hello
-from bifolio.errors import EngineDeadError
+from bifolio.errors import EngineDeadError, OverloadedError
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
 
 HELLO = Hello(
@@ -21,6 +22,9 @@ HELLO = Hello(
     kernels="k",
     boot_epoch=1,
 )
+
+REFUSED = 99
+"""First token of a prompt that no worker admits."""
 
 HANDOFF = Output(id="", finish=FinishReason.HANDOFF)
 LOST_PAGES = Output(id="", finish=FinishReason.ERROR, error_code=ErrorCode.PAGES_LOST, error="gone")
@@ -51,7 +55,15 @@ class FakeEngine:
 
     def generate(self, request):
         self.requests.append(request)
-        return self._say(request.id, request)
+        return self._admit(request)
+
+    async def _admit(self, request):
+        if request.prompt_ids[0] == REFUSED:
+            raise OverloadedError("full", 1.0)
+        yield Output(id=request.id)
+        async with contextlib.aclosing(self._say(request.id, request)) as outputs:
+            async for output in outputs:
+                yield output
 
     def follow(self, request_id):
         return self._say(request_id, None)

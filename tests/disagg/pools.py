@@ -138,7 +138,7 @@ class DecodePool:
             self.ops,
             bind=self._bind,
             check=lambda request: None,
-            room=lambda request, pages: pages <= self.cache.available,
+            room=lambda request, pages, overtakes: pages <= self.cache.available,
             admit=self._admit,
             withdraw=self._withdraw,
         )

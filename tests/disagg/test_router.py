@@ -4,9 +4,20 @@ import asyncio
 import contextlib
 
 import pytest
-from fake_workers import DEAD, FAILED, HANDOFF, HELLO, LOST_PAGES, answer, ask, router_over, tokens
+from fake_workers import (
+    DEAD,
+    FAILED,
+    HANDOFF,
+    HELLO,
+    LOST_PAGES,
+    REFUSED,
+    answer,
+    ask,
+    router_over,
+    tokens,
+)
 
-from bifolio.errors import EngineDeadError, RequestError
+from bifolio.errors import EngineDeadError, OverloadedError, RequestError
 from bifolio.request import ErrorCode, FinishReason, Output
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -192,6 +203,18 @@ async def test_one_of_several_requests_can_be_ended():
         if seen == {"a", "b"}:
             router.abort("a", "b")
     assert router.open_requests == 0
+
+
+async def test_news_come_when_all_requests_are_admitted_and_a_refusal_before_them():
+    router = router_over([always(0.02, HANDOFF)], [always(0.02, tokens(1), tokens(2, end=STOP))])
+    async with contextlib.aclosing(router.generate(ask("a"), ask("b"))) as outputs:
+        assert [await anext(outputs), await anext(outputs)] == [Output(id="a"), Output(id="b")]
+        found = [output async for output in outputs]
+        assert sorted(output.tokens for output in found) == [[1], [1], [2], [2]]
+    with pytest.raises(OverloadedError):
+        await anext(router.generate(ask("a"), ask("b", start=REFUSED)))
+    assert router.open_requests == 0
+    assert counters(router) == idle(router)
 
 
 async def test_all_requests_can_be_ended_with_a_reason():

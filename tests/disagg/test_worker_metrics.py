@@ -20,6 +20,7 @@ async def test_each_worker_has_its_figures_and_a_lone_engine_none():
     one.stats = EngineStats(
         waiting=3,
         pages_free=5,
+        logits_faults=1,
         handoff=HandoffStats(
             delivered=7,
             failed={"corrupt": 2},
@@ -31,11 +32,14 @@ async def test_each_worker_has_its_figures_and_a_lone_engine_none():
             open=1,
         ),
     )
-    other.stats = EngineStats(running=2, handoff=HandoffStats(delivered=7, reserved_pages=6))
+    other.stats = EngineStats(
+        running=2, logits_faults=2, handoff=HandoffStats(delivered=7, reserved_pages=6)
+    )
     router.fleet.decode[0].restarts = 1
     router._resent["pages_lost"] = 9
     shown = Metrics(router).text().decode().splitlines()
     for line in (
+        "bifolio_logits_faults_total 3.0",
         'bifolio_worker_up{pool="prefill",worker="p0"} 1.0',
         'bifolio_worker_restarts_total{pool="decode",worker="d0"} 1.0',
         'bifolio_worker_requests{pool="prefill",state="waiting",worker="p0"} 3.0',

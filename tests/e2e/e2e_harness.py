@@ -14,7 +14,7 @@ from bifolio.engine.text_files import TextSide
 from bifolio.serve.app import create_app
 from bifolio.serve.server import Server
 from bifolio.testing.scripted_engine import FACTORY, Script, scripted_config
-from bifolio.testing.text import IM_END, byte_tokenizer, chatml
+from bifolio.testing.text import IM_END, InlineText, byte_tokenizer, chatml
 
 KILL, FAULT, HANG = 301, 302, 303
 PATIENCE = 60.0
@@ -82,19 +82,24 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def serving_over(engine_config, factory, text, *, beat_timeout=PATIENCE, **config):
+async def serving_over(
+    engine_config, factory, text, *, beat_timeout=PATIENCE, sampling=None, **config
+):
     """A server over the engine that `factory` builds; config: fields of ServerConfig."""
     engine = AsyncEngine(engine_config, factory=factory, beat_timeout=beat_timeout)
     settings = ServerConfig(engine=engine_config, served_name="tiny", **config)
-    async with engine, serving_client(engine, settings, text) as running:
+    async with engine, serving_client(engine, settings, text, sampling) as running:
         yield running
 
 
 @contextlib.asynccontextmanager
-async def serving_client(engine, settings, text):
-    """A server over an engine, or what acts as one, that has started."""
+async def serving_client(engine, settings, text, sampling=None):
+    """A server over an engine, or what acts as one, that has started.
+
+    `sampling`: what requests are sampled by that do not say otherwise.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = create_app(engine, text.tokenizer, text.template, settings)
+        app = create_app(engine, text.tokenizer, InlineText(text), settings, sampling)
         ready = asyncio.Event()
         server = Server(app, settings, ready.set)
         task = asyncio.create_task(server.serve([listener]))

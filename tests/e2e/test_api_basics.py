@@ -31,6 +31,7 @@ async def test_a_chat_answers_with_usage_and_reason(tiny):
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
+    assert answer._request_id == answer.id
     assert answer.usage.prompt_tokens == len("user\nhi\nassistant\n") + 3
     assert answer.usage.completion_tokens == len("user\nhi") + 2
     assert answer.usage.total_tokens == 21 + 9

@@ -158,7 +158,7 @@ async def test_a_request_cannot_ask_for_more_time_than_the_server_gives(folder):
             answer = await complete(server, **SECONDS_OF_WORK, **own)
             assert answer["error"]["code"] == "deadline_exceeded"
             text = answer["error"]["message"]
-            assert "more than 0.02 s (--request-timeout): ask for fewer tokens" in text
+            assert "more than 0.02 s: ask for fewer tokens" in text
             assert "allow more" not in text
         await server.until_idle()
         metrics = (await server.http.get("/metrics")).text
@@ -193,8 +193,8 @@ async def test_200_clients_of_which_a_third_hang_up(server):
         body = {"model": "tiny", "prompt": PROMPT[: 1 + i % 19], "ignore_eos": True}
         body |= {"max_tokens": 12, "stream": True, "seed": i}
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-        writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(data)}\r\n"
+        writer.write(head.encode() + b"Host: localhost\r\nConnection: close\r\n\r\n" + data)
         try:
             if i % 3 == 0:
                 await asyncio.sleep(patience[i])

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 
 import httpx
@@ -13,9 +12,7 @@ import openai
 import pytest
 from e2e_harness import FAULT, HANG, KILL, PATIENCE, default_script, serving, until
 
-from bifolio.serve.completions import _read_prompts
-from bifolio.serve.protocol import CompletionBody
-from bifolio.testing.text import byte_tokenizer
+from bifolio.serve import streams
 
 SLOW = {"step_seconds": 0.01}
 ENDLESS = {"model": "tiny", "prompt": "abc", "max_tokens": 90_000, "ignore_eos": True}
@@ -25,7 +22,8 @@ LASTING = SLOW | {"max_model_len": 100_000}
 
 def raw_request(path, body, headers=""):
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+    headers = f"Host: localhost\r\nContent-Length: {len(data)}\r\n{headers}"
+    head = f"POST {path} HTTP/1.1\r\n{headers}\r\n"
     return head.encode() + data
 
 
@@ -53,46 +51,6 @@ async def test_keys_are_needed_where_requests_are_and_nowhere_else():
                 await client.models.list()
 
 
-async def test_many_prompts_are_read_one_by_one_with_others_in_between():
-    seen = []
-
-    class Prompts:
-        tokenizer = byte_tokenizer()
-
-        def check_chars(self, text, param):
-            pass
-
-        async def encode(self, text, *, add_special_tokens):
-            seen.append(text)
-            return [5]
-
-    async def stream():
-        for _ in range(3):
-            seen.append("stream")
-            await asyncio.sleep(0)
-
-    body = CompletionBody(prompt=["a", "b", "c"])
-    await asyncio.gather(_read_prompts(Prompts(), body), stream())
-    assert seen == ["a", "stream", "b", "stream", "c", "stream"]
-
-
-async def test_many_messages_are_rendered_beside_the_event_loop(monkeypatch):
-    async with serving() as server:
-        template, threads = server.server._service.template, []
-        render = template.render
-
-        def watched(*args, **kwargs):
-            threads.append(threading.get_ident())
-            return render(*args, **kwargs)
-
-        monkeypatch.setattr(template, "render", watched)
-        for count in (1, 1000):
-            messages = [{"role": "user", "content": ""}] * count
-            await server.post("/tokenize", messages=messages)
-        here = threading.get_ident()
-        assert [thread == here for thread in threads] == [True, False]
-
-
 async def test_a_body_that_is_too_long_is_refused_before_it_is_read():
     async with serving(max_request_bytes=1000) as server:
         response = await server.post("/v1/completions", prompt="a" * 1000)
@@ -106,7 +64,7 @@ async def test_a_body_that_is_too_long_is_refused_before_it_is_read():
         response = await server.http.post("/v1/completions", content=chunks())
         assert response.status_code == 413
         reader, writer = await connect(server)
-        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
+        writer.write(b"POST /tokenize HTTP/1.1\r\nContent-Length: 9999999999\r\n\r\n")
         assert b" 413 " in await asyncio.wait_for(reader.readline(), PATIENCE)
         writer.close()
         assert (await server.post("/tokenize", prompt="a")).status_code == 200
@@ -130,6 +88,49 @@ async def test_a_full_queue_is_a_429_with_a_time_to_wait():
         runs.cancel()
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
         await server.until_idle()
+
+
+async def test_a_request_of_which_a_part_finds_no_place_is_a_429_too():
+    options = {"max_num_seqs": 1, "max_waiting": 2}
+    async with serving(default_script(**LASTING), engine_options=options) as server:
+        runs = asyncio.create_task(server.post("/v1/completions", **ENDLESS))
+        await until(lambda: server.engine.stats.running == 1)
+        for stream in (False, True):
+            refused = await server.post("/v1/completions", **ENDLESS | {"stream": stream, "n": 3})
+            assert refused.status_code == 429
+        runs.cancel()
+        await server.until_idle()
+
+
+async def test_a_stream_in_the_queue_has_its_headers_and_is_kept_alive(monkeypatch):
+    monkeypatch.setattr(streams, "KEEP_ALIVE_SECONDS", 0.01)
+    options = {"max_num_seqs": 1}
+    async with serving(default_script(**LASTING), engine_options=options) as server:
+        runs = asyncio.create_task(server.post("/v1/completions", **ENDLESS))
+        await until(lambda: server.engine.stats.running == 1)
+        answers = []
+        for path, body in [
+            ("/v1/completions", ENDLESS | {"prompt": "hello", "max_tokens": 5, "stream": True}),
+            ("/v1/chat/completions", CHATTY | {"max_tokens": 1, "stream": True}),
+        ]:
+            reader, writer = await connect(server)
+            writer.write(raw_request(path, body, "Connection: close\r\n"))
+            async with asyncio.timeout(PATIENCE):
+                assert b" 200 " in await reader.readline()
+                await reader.readuntil(b": keep-alive\n\n")
+            answers.append((reader, writer))
+        await until(lambda: server.engine.stats.waiting == 2)
+        chat = await server.openai.chat.completions.create(
+            model="tiny", messages=CHATTY["messages"], temperature=0, stream=True
+        )
+        runs.cancel()
+        for reader, writer in answers:
+            data = await reader.read()
+            assert b'"finish_reason":"length"' in data
+            assert b"data: [DONE]" in data
+            writer.close()
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
+        assert text.startswith("user")
 
 
 CHATTY = {"model": "tiny", "max_tokens": 90_000, "ignore_eos": True}
@@ -230,13 +231,15 @@ async def test_handlers_cancelled_at_random_moments_leave_nothing_behind():
         assert "bifolio_frontend_open_requests 0.0" in metrics
 
 
-async def test_an_error_before_the_first_token_is_a_status_and_a_later_one_an_event():
+async def test_an_error_of_a_stream_is_an_event_and_of_a_whole_answer_a_status():
     async with serving(default_script(**SLOW)) as server:
         body = {"model": "tiny", "prompt": [FAULT, 97], "temperature": 0}
-        for stream in (False, True):
-            response = await server.post("/v1/completions", **body, stream=stream)
-            assert response.status_code == 500
-            assert response.json()["error"]["code"] == "cache_integrity"
+        response = await server.post("/v1/completions", **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "cache_integrity")
+        response = await server.post("/v1/completions", **body, stream=True)
+        assert response.status_code == 200
+        error = json.loads(response.text.removeprefix("data: "))["error"]
+        assert error["code"] == "cache_integrity"
         body["prompt"] = [97, 98] * 10 + [FAULT]
         body["max_tokens"] = 100
         response = await server.post("/v1/completions", **body)
@@ -347,6 +350,82 @@ async def test_the_end_does_not_wait_for_ever():
         assert "shutting down" in streamed.text.splitlines()[-2]
 
 
+def metric_values(text):
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+async def test_answers_are_counted_once_by_how_they_ended_and_timed_if_they_are_whole():
+    options = {"max_num_seqs": 2, "max_waiting": 2}
+    async with serving(default_script(**LASTING), engine_options=options) as server:
+
+        async def send(body, **more):
+            reader, writer = await connect(server)
+            writer.write(raw_request("/v1/completions", body | more))
+            return reader, writer
+
+        async def hang_up(*writers):
+            for writer in writers:
+                writer.close()
+            await server.until_idle()
+
+        body = ENDLESS | {"n": 2}
+        running = [await send(body, stream=True)]
+        await until(lambda: server.engine.stats.running == 2)
+        assert b" 200 " in await running[0][0].readline()
+        for stream in (False, True):  # one waits, one finds no place
+            waiting = await send(body, stream=stream)
+            await until(lambda: server.engine.stats.waiting == 2)
+            assert (await server.post("/v1/completions", **body)).status_code == 429
+            waiting[1].close()
+            await until(lambda: server.engine.stats.waiting == 0)
+        await hang_up(running[0][1])
+        running = await send(body)
+        await until(lambda: server.engine.stats.running == 2)
+        await hang_up(running[1])
+        _, half = await connect(server)
+        half.write(raw_request("/v1/completions", body)[:-5])
+        await until(lambda: [c.cycle for c in server.server.server_state.connections if c.cycle])
+        half.close()
+        # Of two choices one ends before the client hangs up.
+        mixed = ENDLESS | {"prompt": ["abc", [97] * 40], "ignore_eos": False, "stream": True}
+        reader, writer = await send(mixed)
+        await reader.readuntil(b'"finish_reason":"stop"')
+        await hang_up(writer)
+        # Of two choices one meets a fault, which ends the other as well.
+        faulty = ENDLESS | {"prompt": ["abc", [97, FAULT]], "stream": True}
+        assert '"code":"cache_integrity"' in (await server.post("/v1/completions", **faulty)).text
+        assert (await server.post("/v1/completions", **body, top_p=9)).status_code == 400
+        assert (await server.http.get("/nowhere")).status_code == 404
+
+        async def counted():
+            text = (await server.http.get("/metrics")).text
+            return {name: v for name, v in metric_values(text).items() if v}
+
+        async with asyncio.timeout(PATIENCE):
+            while (await counted()).get('bifolio_http_requests_total{status="499"}') != 6:
+                await asyncio.sleep(0.01)
+        values = await counted()
+        counts = {
+            name: value
+            for name, value in values.items()
+            if name.startswith(("bifolio_request_", "bifolio_http_")) and "_total" in name
+        }
+        del counts['bifolio_http_requests_total{status="200"}']
+        assert counts == {
+            'bifolio_request_success_total{finished_reason="abort"}': 2 + 2 * 2 + 2 + 1,
+            'bifolio_request_success_total{finished_reason="stop"}': 1,
+            'bifolio_request_errors_total{code="overloaded"}': 2 * 2,
+            'bifolio_request_errors_total{code="cache_integrity"}': 2,
+            'bifolio_http_requests_total{status="499"}': 6,
+            'bifolio_http_requests_total{status="429"}': 2,
+            'bifolio_http_requests_total{status="400"}': 1,
+            'bifolio_http_requests_total{status="404"}': 1,
+        }
+        for name in ("time_to_first_token", "e2e_request_latency", "time_per_output_token"):
+            assert values[f"bifolio_{name}_seconds_count"] == 1
+
+
 async def test_metrics_tell_what_happened():
     async with serving() as server:
         body = {"model": "tiny", "prompt": "a" * 33, "temperature": 0, "max_tokens": 3}
@@ -359,10 +438,7 @@ async def test_metrics_tell_what_happened():
             return stats.prompt_tokens == 68 and stats.running == 0
 
         await until(all_over)
-        text = (await server.http.get("/metrics")).text
-    values = dict(
-        line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
-    )
+        values = metric_values((await server.http.get("/metrics")).text)
     expected = {
         "bifolio_num_requests_running": 0,
         "bifolio_num_requests_waiting": 0,
@@ -376,12 +452,13 @@ async def test_metrics_tell_what_happened():
         'bifolio_pages{state="cached"}': 0,
         'bifolio_pages{state="quarantined"}': 0,
         "bifolio_cache_integrity_failures_total": 0,
+        "bifolio_logits_faults_total": 0,
         'bifolio_request_success_total{finished_reason="length"}': 2,
         'bifolio_request_success_total{finished_reason="stop"}': 1,
         "bifolio_time_to_first_token_seconds_count": 3,
         "bifolio_e2e_request_latency_seconds_count": 3,
         "bifolio_time_per_output_token_seconds_count": 3,
     }
-    assert {name: float(values[name]) for name in expected} == expected
-    assert float(values["bifolio_generation_tokens_total"]) >= 8
-    assert float(values["bifolio_pages_checked_total"]) > 0
+    assert {name: values[name] for name in expected} == expected
+    assert values["bifolio_generation_tokens_total"] >= 8
+    assert values["bifolio_pages_checked_total"] > 0

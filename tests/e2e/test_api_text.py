@@ -1,6 +1,7 @@
 """Stop strings, echo and log probabilities: streamed and whole answers say the same."""
 
 import itertools
+import json
 
 import pytest
 
@@ -88,6 +89,68 @@ async def test_characters_are_never_split_in_a_stream(tiny):
     pieces = [chunk.choices[0].text async for chunk in stream]
     assert all("\ufffd" not in piece for piece in pieces)
     assert "".join(pieces) == prompt
+
+
+async def whole_and_streamed(tiny, path, **body):
+    """Text, finish reason and stop reason of an answer, which are the same both ways."""
+    body |= {"model": "tiny", "temperature": 0}
+    whole = (await tiny.post(path, **body)).json()["choices"][0]
+    text = whole["message"]["content"] if "message" in whole else whole["text"]
+    streamed, end = "", None
+    for line in (await tiny.post(path, stream=True, **body)).text.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            streamed += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            if choice["finish_reason"]:
+                end = choice["finish_reason"], choice["stop_reason"]
+    assert (streamed, *end) == (text, whole["finish_reason"], whole["stop_reason"])
+    return text, *end, whole
+
+
+@pytest.mark.parametrize("skip", [True, False])
+async def test_a_stop_string_with_a_special_token_ends_the_answer_shown_or_hidden(tiny, skip):
+    prompt = {"prompt": "foo<|im_start|>bar", "skip_special_tokens": skip, "max_tokens": 20}
+    for stop, text in [("<|im_start|>", "foo"), ("o<|im_start|>", "fo"), ("t|>ba", "foo<|im_star")]:
+        body = prompt | {"stop": [stop], "logprobs": 0}
+        found = await whole_and_streamed(tiny, "/v1/completions", **body)
+        if stop == "t|>ba" and skip:  # no special token's text stands in it
+            assert found[:3] == ("foobar", "stop", None)
+            assert found[3]["logprobs"]["text_offset"] == [0, 1, 2, 3, 3, 4, 5, 6]
+            continue
+        assert found[:3] == (text, "stop", stop)
+        assert len(found[3]["logprobs"]["tokens"]) == (6 if stop == "t|>ba" else 4)
+        body |= {"include_stop_str_in_output": True}
+        found = await whole_and_streamed(tiny, "/v1/completions", **body)
+        assert found[:3] == (text + stop, "stop", stop)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": skip}
+    for stop, text in [
+        ("<|im_start|>", ""),
+        ("<|im_end|>", "user\nhi"),
+        ("i<|im_end|>", "user\nh"),
+    ]:
+        body = chat | {"stop": stop}
+        start = "" if skip or not text else "<|im_start|>"
+        found = await whole_and_streamed(tiny, "/v1/chat/completions", **body)
+        assert found[:3] == (start + text, "stop", stop)
+
+
+@pytest.mark.parametrize("stop", [None, "zz"])
+async def test_an_answer_cut_inside_a_character_ends_before_it(tiny, stop):
+    """Its bytes are in the log probabilities; nothing of them is in the text."""
+    body = {"prompt": "a😀", "max_tokens": 3, "stop": stop, "logprobs": 0}
+    for echo in (False, True):
+        found = await whole_and_streamed(tiny, "/v1/completions", **body, echo=echo)
+        start = "a😀" if echo else ""
+        assert found[:3] == (start + "a", "length", None)
+        block = found[3]["logprobs"]
+        assert block["tokens"][-2:] == ["bytes:\\xf0", "bytes:\\x9f"]
+        assert block["text_offset"][-3:] == [len(start), len(start) + 1, len(start) + 1]
+    chat = {"messages": [{"role": "user", "content": "😀"}], "max_tokens": 8, "stop": stop}
+    found = await whole_and_streamed(tiny, "/v1/chat/completions", **chat, logprobs=True)
+    assert found[:2] == ("user\n", "length")
+    assert [entry["bytes"] for entry in found[3]["logprobs"]["content"][-2:]] == [[0xF0], [0x9F]]
+    by_token = {"prompt": "é", "stop_token_ids": [0xA9]}  # an end token inside a character
+    found = await whole_and_streamed(tiny, "/v1/completions", **by_token)
+    assert found[:3] == ("", "stop", 0xA9)
 
 
 async def test_chat_logprobs_have_one_entry_for_each_token(tiny):

@@ -25,7 +25,7 @@ class WatchedSampler(Sampler):
     """Keeps the logits that every token was chosen from."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.kernels.sampling, engine.spec.stop_ids)
+        super().__init__(engine.kernels.sampling, engine.spec.stop_ids, engine.tokens)
         self.bits: Bits = {}
 
     def sample(self, logits_lv: Tensor, segments: list[Segment]) -> list[RowResult]:

@@ -105,7 +105,7 @@ async def test_a_slow_reader_gets_everything_joined():
             pieces += [output async for output in outputs]
         assert len(pieces) <= 2
         assert [token for piece in pieces for token in piece.tokens] == [*range(10, 200), 2]
-        assert len([one for piece in pieces for one in piece.logprobs]) == 191
+        assert len([one for piece in pieces for one in piece.logprobs or ()]) == 191
         assert [piece.prompt_logprobs[0] for piece in pieces if piece.prompt_logprobs] == [None]
         assert pieces[-1].finish is FinishReason.STOP
 
@@ -166,11 +166,20 @@ async def test_several_requests_are_read_as_one_and_one_of_them_may_be_ended():
 
 async def test_the_refusal_of_one_request_ends_those_submitted_with_it():
     async with running(Script(max_model_len=32, step_seconds=0.01)) as engine:
-        with pytest.raises(RequestError):
-            async for _ in engine.generate(request("a", [5]), request("b", [5] * 40)):
-                pass
+        with pytest.raises(RequestError):  # before any news, so that a reader can still be told so
+            await anext(engine.generate(request("a", [5]), request("b", [5] * 40)))
         assert engine.open_requests == 0
         await until(lambda: engine.stats.running + engine.stats.waiting == 0)
+
+
+async def test_requests_that_wait_in_line_are_said_to_be_admitted():
+    async with running(Script(step_seconds=0.01), max_num_seqs=1) as engine:
+        endless = engine.generate(request("a", [5], ignore_eos=True))
+        waiting = engine.generate(request("b", [6]), request("c", [7]))
+        async with contextlib.aclosing(endless), contextlib.aclosing(waiting):
+            await anext(endless)
+            assert [await anext(waiting), await anext(waiting)] == [Output(id="b"), Output(id="c")]
+            await until(lambda: (engine.stats.running, engine.stats.waiting) == (1, 2))
 
 
 async def test_all_requests_can_be_ended_with_a_reason():

@@ -119,7 +119,7 @@ def test_writer_that_comes_between_the_checks_is_caught_before_the_token_is_sent
     engine.runner = ModelRunner(
         dict.fromkeys(Phase, model),
         engine.pool,
-        Sampler(engine.kernels.sampling, engine.spec.stop_ids),
+        Sampler(engine.kernels.sampling, engine.spec.stop_ids, engine.tokens),
         RunnerLimits(512, 8, 128),
         page_kernels=engine.kernels.pages,
         tamper=choose_page,

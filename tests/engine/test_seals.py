@@ -229,7 +229,9 @@ def test_without_integrity_nothing_is_scrubbed(folder: Path) -> None:
 def test_metrics_tell_pages_checked_from_pages_that_failed() -> None:
     stats = EngineStats(seals_checked=31, seal_failures=2)
     hello = SimpleNamespace(pages=5, page_size=16)
-    engine = SimpleNamespace(stats=stats, open_requests=0, hello=hello, workers=lambda: ())
+    engine = SimpleNamespace(
+        stats=stats, open_requests=0, hello=hello, workers=lambda: (), restarts=0
+    )
     text = Metrics(engine).text().decode()
     assert "bifolio_kv_cache_tokens 80.0" in text
     assert "bifolio_page_seals_checked_total 31.0" in text

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bifolio.errors import ConfigError, UnsupportedError
+from bifolio.evals.answers import silent
 from bifolio.evals.harness import HarnessModel, _lm_eval, compare_harness, local_config
 from bifolio.evals.subject import Setup, Subject, Texts
 from bifolio.testing.tiny import tiny_config, write_model
@@ -131,7 +132,7 @@ def test_lm_eval_runs_over_local_files(folder: str, tmp_path: Path) -> None:
         limit=3,
         margin=0.1,
         seed=0,
-        progress=lambda _: None,
+        progress=silent,
     )
     assert {c.task: (c.items, c.chance) for c in found.comparisons} == {
         "local_arc_easy": (3, pytest.approx(1 / 3)),

@@ -51,6 +51,11 @@ def ops(request: pytest.FixtureRequest) -> SamplingOps:
     return found[0]
 
 
+def chosen(token: int) -> int:
+    """What the rules choose, also of a row with a logit that is not finite."""
+    return token if token >= 0 else ~token
+
+
 def choices(ops: SamplingOps, logits: Tensor, count: int, **sampling: Any) -> set[int]:
     rule = {"temperature": 1.0} | sampling
     return {ops.choose([logits], [draw(position=i, **rule)])[0] for i in range(count)}
@@ -65,6 +70,8 @@ PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
         ({}, {0, 1, 2, 3, 4}),
         ({"top_k": 2}, {1, 3}),
         ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.0}, {1}),
+        ({"top_p": 0.0, "min_p": 0.1}, {1}),
         ({"top_p": 0.39}, {1}),
         ({"top_p": 0.64}, {1, 3}),
         ({"top_p": 0.66}, {1, 3, 4}),
@@ -82,6 +89,15 @@ def test_rules_keep_exactly_the_tokens_that_they_name(
     assert choices(ops, PROBABILITIES.log(), 400, **rule) == allowed
 
 
+def test_top_p_zero_chooses_as_greedy_does_among_equal_ones_too(ops: SamplingOps) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for size in (1, 7, 300, 20_000):
+        logits = (torch.randn(size, generator=generator) * 2).round()
+        rules = [{}, {"temperature": 0.01}, {"temperature": 100.0}, {"top_k": 9}]
+        found = {tuple(choices(ops, logits, 5, top_p=0.0, **rule)) for rule in rules}
+        assert found == {(ops.greedy(logits[None])[0],)}
+
+
 @pytest.mark.parametrize(
     ("logits", "temperature", "allowed"),
     [
@@ -94,8 +110,47 @@ def test_rules_keep_exactly_the_tokens_that_they_name(
 def test_logits_beyond_numbers_choose_the_best_and_fail_nobody(
     ops: SamplingOps, logits: list[float], temperature: float, allowed: set[int]
 ) -> None:
-    rule = draw(position=3, temperature=temperature, seed=1)
-    assert ops.choose([torch.tensor(logits)], [rule])[0] in allowed
+    row, rule = torch.tensor(logits), draw(position=3, temperature=temperature, seed=1)
+    (found,) = ops.choose([row], [rule])
+    assert chosen(found) in allowed
+    assert (found >= 0) is bool(row.isfinite().all())
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("size", [5, 64, 70, 1000])
+def test_one_logit_that_is_not_finite_marks_its_row_alone(
+    ops: SamplingOps, wrong: float, size: int
+) -> None:
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    rules = [
+        draw(temperature=0.0),
+        draw(seed=4),
+        draw(seed=4, top_k=3, min_p=0.1),
+        draw(masked=(1, 2)),
+        draw(temperature=0.0, repetition_penalty=2.0, masked=(0,)),
+    ]
+    sound = [ops.choose(list(logits), [rule] * 3) for rule in rules]
+    assert all(token >= 0 for tokens in sound for token in tokens)
+    for place in {0, size // 2, size - 1}:
+        spoiled = logits.clone()
+        spoiled[1, place] = wrong
+        assert [token < 0 for token in ops.greedy(spoiled)] == [False, True, False]
+        for rule, expected in zip(rules, sound, strict=True):
+            found = ops.choose(list(spoiled), [rule] * 3)
+            assert found[1] < 0, (place, rule)
+            assert found[::2] == expected[::2]
+
+
+def test_rows_may_be_parts_of_longer_ones_that_are_not_looked_at(ops: SamplingOps) -> None:
+    logits = torch.randn(5, 90, generator=torch.Generator().manual_seed(6))
+    whole = logits[:, :70].clone()
+    logits[:, 70:] = 99.0
+    logits[3, 80] = torch.nan
+    part = logits[:, :70]
+    assert ops.greedy(part) == ops.greedy(whole)
+    rules = [draw(seed=i, logit_bias={80: 100.0, 3: 1.0}, masked=(75, 2)) for i in range(5)]
+    assert ops.choose(list(part), rules) == ops.choose(list(whole), rules)
+    assert ops.logprobs(part[1], 5, 20) == ops.logprobs(whole[1], 5, 20)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +164,7 @@ def test_a_draw_never_falls_on_nan_among_numbers(ops: SamplingOps, rule: dict[st
     draws = [draw(position=i, seed=5, **rule) for i in range(200)]
     found = ops.choose([logits] * len(draws), draws)
     assert found == ops.choose([without] * len(draws), draws)
+    assert all(token < 0 and logits[~token].isfinite() for token in found)
     assert len(set(found)) > 5
 
 
@@ -122,16 +178,17 @@ def test_not_even_the_greatest_random_number_draws_what_cannot_come(
     generator = torch.Generator().manual_seed(3)
     for size in range(2, 70):
         logits = torch.randn(size, generator=generator) * 3
-        logits[torch.randperm(size, generator=generator)[: size // 2]] = -torch.inf
-        chosen = ops.choose([logits], [draw(temperature=0.7, top_p=top_p)])[0]
-        assert logits[chosen] > -torch.inf, (size, chosen)
+        masked = torch.randperm(size, generator=generator)[: size // 2].tolist()
+        rule = draw(temperature=0.7, top_p=top_p, masked=tuple(masked))
+        (found,) = ops.choose([logits], [rule])
+        assert found >= 0 and found not in masked, (size, masked)
 
 
 def test_nan_ranks_behind_all_numbers_and_has_no_part_in_their_logprobs(ops: SamplingOps) -> None:
     logits = torch.tensor([math.nan, -math.inf, 1.0, math.nan, 1.0])
-    assert ops.greedy(logits[None]) == [2]
-    assert ops.greedy(torch.tensor([[math.nan, -math.inf]])) == [1]
-    assert ops.greedy(torch.tensor([[math.nan] * 70, [*[math.nan] * 69, 0.0]])) == [-1, 69]
+    assert ops.greedy(logits[None]) == [~2]
+    assert ops.greedy(torch.tensor([[math.nan, -math.inf]])) == [~1]
+    assert ops.greedy(torch.tensor([[math.nan] * 70, [*[math.nan] * 69, 0.0]])) == [~0, ~69]
     best = ops.logprobs(logits, 4, 5)
     assert best.rank == 2
     assert [i for i, _ in best.top] == [2, 4, 1, 0, 3]
@@ -171,6 +228,15 @@ def test_penalties_bias_and_mask_in_their_order() -> None:
     assert logits[0] == 2.0, "the row itself stays"
 
 
+def test_ids_beyond_the_row_change_nothing() -> None:
+    logits = torch.tensor([2.0, -2.0, 1.0])
+    sampling = SamplingParams(
+        repetition_penalty=2.0, frequency_penalty=0.5, logit_bias={3: 7.0, 1: 1.0}
+    )
+    found = adjust(logits, Draw(sampling, 3, [0, 3, 9], [2], (4, 0)))
+    assert found.tolist() == [-math.inf, -1.0, 0.0]
+
+
 def test_random_numbers_are_what_the_formula_says() -> None:
     assert splitmix64(0) == 0xE220_A839_7B1D_CDAF  # the published first output for seed 0
     assert uniform(0, 0) == (splitmix64(splitmix64(0)) >> 11) * 2.0**-53
@@ -199,7 +265,7 @@ RULES = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.05, 0.7, 1.0, 3.0]),
         "top_k": st.sampled_from([0, 0, 1, 5, 200]),
-        "top_p": st.sampled_from([1.0, 1.0, 0.1, 0.9, 0.999]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.0, 0.1, 0.9, 0.999]),
         "min_p": st.sampled_from([0.0, 0.0, 0.05, 1.0]),
         "seed": st.integers(0, 2**64 - 1),
     }
@@ -219,7 +285,9 @@ def test_native_choice_is_the_reference_choice(pairs: list[tuple[Tensor, dict[st
             expected = REFERENCE.choose([logits], [one])[0]
             found = native.choose([logits], [one])[0]
             if found != expected:
-                assert near_a_border(logits, one, expected, found), (rule, expected, found)
+                pair = chosen(expected), chosen(found)
+                assert near_a_border(logits, one, *pair), (rule, expected, found)
+                assert (expected < 0) is (found < 0)
             assert native.greedy(logits[None]) == REFERENCE.greedy(logits[None])
 
 

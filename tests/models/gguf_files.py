@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from bifolio.testing.tiny import END_OF_TEXT, IM_END, random_weights
+from bifolio.testing.tiny import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    IM_END,
+    build_tokenizer,
+    random_weights,
+)
 
 TypeOf = Callable[[str], Type]
 """The type of a matrix, from its Hugging Face name."""
@@ -39,11 +46,15 @@ def write_gguf(
     config: dict[str, Any],
     type_of: TypeOf,
     rope_factors: list[float] | None = None,
+    buffers: bool = False,
+    tokenizer: bool = False,
     **extra: Any,
 ) -> dict[str, torch.Tensor]:
     """Write a random model; returns the weights it holds after quantisation, as float32.
 
-    `extra` are metadata entries of the architecture, `__` standing for a dot.
+    `extra` are metadata entries of the architecture, `__` standing for a dot; with `buffers`, each
+    layer has the table of rotation that old converters wrote, and with `tokenizer` there is that of
+    `testing.tiny`.
     """
     family = config["model_type"]
     writer = gguf.GGUFWriter(path, family)
@@ -64,6 +75,10 @@ def write_gguf(
         add[type(value)](f"{family}.{key.replace('__', '.')}", value)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, np.float32))
+    if tokenizer:
+        _add_tokenizer(writer)
+    for layer in range(config["num_hidden_layers"] if buffers else 0):
+        writer.add_tensor(f"blk.{layer}.attn_rot_embd.weight", np.ones(8, np.float32))
     held = {}
     for name, tensor in random_weights(config).items():
         values, kind = _store(tensor.numpy(), name, config, type_of)
@@ -75,6 +90,19 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    settings = json.loads(build_tokenizer().to_str())
+    vocab: dict[str, int] = settings["model"]["vocab"]
+    special = {token["id"] for token in settings["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(vocab, key=lambda token: vocab[token]))
+    writer.add_token_types([3 if i in special else 1 for i in range(len(vocab))])
+    writer.add_token_merges([" ".join(pair) for pair in settings["model"]["merges"]])
+    writer.add_bos_token_id(END_OF_TEXT)
+    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def stored_name(name: str) -> str:

@@ -15,6 +15,7 @@ from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.formats import Phase, PrecisionPlan
 from bifolio.kernels.reference import ReferenceOps
 from bifolio.models.loader import LoadedModels, load_models
+from bifolio.models.shards import SafetensorsFolder
 from bifolio.models.source import resolve_source
 from bifolio.testing.forward import PagedRun
 from bifolio.testing.tiny import random_weights, tiny_config, write_model, write_weights
@@ -22,6 +23,7 @@ from bifolio.testing.tiny import random_weights, tiny_config, write_model, write
 IDS = list(range(100, 120))
 CONFIG = tiny_config("qwen3")
 INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
 
 
@@ -89,7 +91,48 @@ def test_a_second_copy_of_the_model_beside_the_shards_is_refused(sharded: Path) 
 def test_a_cut_file_is_refused(kept: float, sharded: Path) -> None:
     data = (sharded / SECOND).read_bytes()
     (sharded / SECOND).write_bytes(data[: int(len(data) * kept)])
-    with pytest.raises(CheckpointError, match=f"{SECOND}.*damaged"):
+    with pytest.raises(CheckpointError, match=f"{SECOND}.*(damaged|empty)"):
+        load(sharded)
+
+
+def test_a_file_that_is_cut_while_it_loads_is_an_error_and_no_signal(sharded: Path) -> None:
+    files = SafetensorsFolder(sharded)
+    name = next(
+        n
+        for n, file in json.loads((sharded / INDEX).read_text())["weight_map"].items()
+        if file == SECOND
+    )
+    with (sharded / SECOND).open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointError, match=f"{SECOND} ends at byte"):
+        files.tensor(name)
+
+
+@pytest.mark.parametrize("name", ["._model.safetensors", ".hidden.safetensors"])
+def test_files_whose_names_begin_with_a_dot_are_passed_over(name: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", CONFIG, tokenizer=False)
+    wanted = logits(folder)
+    (folder / name).write_bytes(b"\0\x05\x16\x07")
+    assert torch.equal(logits(folder), wanted)
+
+
+@pytest.mark.parametrize(
+    ("file", "head", "said"),
+    [
+        (SECOND, POINTER, "git lfs pull"),
+        (INDEX, POINTER, "git lfs pull"),
+        ("config.json", POINTER, "git lfs pull"),
+        (SECOND, b"<!doctype html><p>Log in", "HTML page"),
+        (SECOND, b"PK\x03\x04" + b"x" * 100, "ZIP archive"),
+        (SECOND, b"\0" * 4096, "zeros"),
+        ("config.json", b"<html>", "HTML page"),
+    ],
+)
+def test_another_file_in_place_of_one_is_named(
+    file: str, head: bytes, said: str, sharded: Path
+) -> None:
+    (sharded / file).write_bytes(head)
+    with pytest.raises(CheckpointError, match=f"{re.escape(file)}.*{said}"):
         load(sharded)
 
 
@@ -124,8 +167,12 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(sharded: Path) -> None
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("{", "damaged"),
+        ("{", "not JSON"),
         ("{}", "weight_map"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "outside the folder"),
+        ('{"weight_map": {"a": "b/../../x"}}', "outside the folder"),
+        ('{"weight_map": {"a": "x\\n"}}', "printable"),
+        ('{"weight_map": {"a\\n": "x"}}', "printable"),
         ('{"weight_map": []}', "weight_map"),
         ('{"weight_map": {"a": 1}}', "weight_map"),
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' stands there twice"),
@@ -187,11 +234,36 @@ def test_a_wrong_shape_is_named(shape: tuple[int, ...], tmp_path: Path) -> None:
         load(folder)
 
 
-def test_rotary_tables_of_old_checkpoints_are_skipped(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    folder = with_weights(tmp_path / "a", {name: torch.ones(16)})
+BUFFERS: dict[str, torch.Tensor | None] = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(16),
+    "model.layers.3.self_attn.rotary_emb.cos_cached": torch.rand(1, 1, 32, 32),
+    "model.layers.3.self_attn.rotary_emb.sin_cached": torch.rand(1, 1, 32, 32).half(),
+    "model.rotary_emb.inv_freq": torch.rand(16),
+    "model.rotary_emb.original_inv_freq": torch.rand(16),
+    "model.causal_mask": torch.ones(8, 8, dtype=torch.bool),
+}
+
+
+def test_buffers_that_follow_from_the_configuration_are_passed_over(tmp_path: Path) -> None:
+    folder = with_weights(tmp_path / "a", BUFFERS)
     plain = with_weights(tmp_path / "b", {})
     assert torch.equal(logits(folder), logits(plain))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.4.self_attn.rotary_emb.inv_freq",  # there are four layers
+        "model.layers.0.mlp.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.rotary_emb.gain",
+        "model.layers.0.self_attn.bias",
+        "rotary_emb.inv_freq",
+    ],
+)
+def test_what_only_looks_like_a_buffer_is_refused(name: str, tmp_path: Path) -> None:
+    folder = with_weights(tmp_path, {name: torch.rand(16)})
+    with pytest.raises(CheckpointError, match=f"no use.*{name}"):
+        load(folder)
 
 
 def test_a_number_type_that_cannot_be_read_is_named(tmp_path: Path) -> None:

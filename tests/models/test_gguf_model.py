@@ -243,3 +243,22 @@ def test_numbers_far_beyond_the_file_are_refused_before_they_are_used(
     (tmp_path / "odd.gguf").write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(CheckpointError, match=named):
         load(tmp_path / "odd.gguf")
+
+
+def test_tables_of_rotation_that_converters_of_llama_wrote_are_passed_over(tmp_path: Path) -> None:
+    config = tiny_config("llama", num_hidden_layers=1)
+    held = write_gguf(tmp_path / "m.gguf", config, all_of(Type.F32), buffers=True)
+    assert "blk.0.attn_rot_embd.weight" in GGUFFile(tmp_path / "m.gguf").tensors
+    wanted = logits(twin(tmp_path / "twin", config, held))
+    assert torch.equal(logits(load(tmp_path / "m.gguf")), wanted)
+
+
+def test_a_file_that_is_cut_while_it_loads_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tiny_config("llama"), all_of(Type.F32))
+    source = resolve_source(str(path))
+    assert source.spec.layers == 4
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"m\.gguf ends at byte"):
+        load_models(source, FP32, ReferenceOps())

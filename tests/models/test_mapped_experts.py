@@ -146,6 +146,18 @@ def test_a_record_that_changed_is_noticed_at_its_first_use(model: Path, tmp_path
         logits(models)
 
 
+def test_a_file_that_is_cut_while_it_is_in_use_ends_the_request_and_not_the_process(
+    model: Path, tmp_path: Path
+) -> None:
+    models = load(model, tmp_path / "experts")
+    logits(models)
+    for path in (tmp_path / "experts").rglob("*.packed"):
+        with path.open("r+b") as data:
+            data.truncate(PAGE)
+    with pytest.raises(CheckpointError, match=r"packed was cut from .* delete it"):
+        logits(models)
+
+
 def test_a_cut_file_is_packed_anew(model: Path, tmp_path: Path) -> None:
     load(model, tmp_path / "experts")
     path = next((tmp_path / "experts").rglob("*.packed"))

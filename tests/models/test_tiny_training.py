@@ -63,7 +63,8 @@ def _same_logits(folder: Path, model: PreTrainedModel, texts: Texts, prompt: str
         expected = model(torch.tensor([[*ids, 65]])).logits[0, -2:]
     forced = Subject(Setup(str(folder), "fp32/fp32", threads=1), texts, 64).forced()
     got = torch.cat(list(forced.logits(ids, [65, 66])))
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    tokens = texts.side.tokenizer.vocab_size  # the embedding has two rows more
+    torch.testing.assert_close(got, expected[:, :tokens], atol=1e-4, rtol=1e-4)
 
 
 def test_bifolio_and_transformers_read_the_checkpoint_alike(run: Path) -> None:

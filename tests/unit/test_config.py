@@ -87,6 +87,17 @@ def test_options_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> Non
         ({"model": "m", "host": " "}, r"^host: it is empty"),
         ({"model": "m", "api_keys": ["a", ""]}, r"^api_keys: an empty key lets everybody in"),
         ({"model": "m", "api_key": ""}, r"^api_keys: an empty key lets everybody in"),
+        (
+            {"model": "m", "cors_origin": "localhost:3000"},
+            r"^cors_origins: 'localhost:3000': expected \* or SCHEME://HOST\[:PORT\]",
+        ),
+        ({"model": "m", "cors_origins": ["http://a/b"]}, r"^cors_origins: 'http://a/b': expected"),
+        ({"model": "m", "cors_origins": ["null"]}, r"^cors_origins: 'null': expected"),
+        (
+            {"model": "m", "allowed_host": "box:80"},
+            r"^allowed_hosts: 'box:80': expected \* or a na",
+        ),
+        ({"model": "m", "max_connections": -1}, r"^max_connections: .*greater than or equal to 0"),
         ({"model": "m", "plan": 8}, r"plan.*8.*text"),
         ({"model": "m", "plan": "int3/bf16"}, r"unknown weight format 'int3'"),
         ({"model": "m", "decode": "bf16/fp8"}, r"one cache pool.*bf16.*fp8.*give both the same"),
@@ -119,11 +130,13 @@ def test_a_table_that_lacks_something_is_not_shown() -> None:
         resolve({"model": "m", "pools": "1p1d", "transport": "tcp", "tls": tls})
 
 
-def test_a_key_of_the_api_has_the_name_of_its_option_too(tmp_path: Path) -> None:
+def test_options_that_may_be_repeated_are_known_by_their_singular_too(tmp_path: Path) -> None:
     file = tmp_path / "bifolio.toml"
     file.write_text('model = "m"\napi_key = "a"\n')
     assert resolve({}, file).api_keys == ("a",)
     assert resolve({"api_keys": ("b",)}, file).api_keys == ("b",)
+    lists = resolve({"model": "m", "cors_origin": "http://A.b:3/", "allowed_host": "C.d"})
+    assert (lists.cors_origins, lists.allowed_hosts) == (("http://a.b:3",), ("c.d",))
     with pytest.raises(ConfigError, match="api_key and api_keys: give one of them"):
         resolve({"model": "m", "api_key": "a-secret", "api_keys": ["b"]})
 

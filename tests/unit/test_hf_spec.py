@@ -109,6 +109,98 @@ def test_older_and_newer_spellings_of_rope_mean_the_same() -> None:
     )
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("places", "theta"),
+    [
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_theta": 5e5}, 5e5),
+        ({"rope_scaling": YARN, "rope_theta": 5e5}, 5e5),
+        ({"rope_scaling": YARN | {"rope_theta": 5e5}}, 5e5),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5}}, 5e5),
+        ({"rope_scaling": YARN | {"rope_type": "yarn"}, "rope_theta": 5e5}, 5e5),
+        ({"rope_scaling": None, "rope_parameters": {}}, 1e4),
+    ],
+)
+def test_theta_is_found_wherever_it_stands(places: dict[str, Any], theta: float) -> None:
+    rope = read_spec(tiny_config("llama", **({"rope_parameters": None} | places))).rope
+    assert rope.theta == theta
+    scaled = places.get("rope_scaling") is not None
+    assert (rope.kind, rope.factor) == (("yarn", 4.0) if scaled else ("default", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta"),
+        (
+            {"rope_scaling": YARN | {"rope_theta": 1e4}, "rope_theta": 5e5},
+            "rope_scaling.rope_theta",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            "rope_parameters.rope_type is 'default' and rope_scaling.type is 'yarn'",
+        ),
+        ({"rope_scaling": YARN | {"rope_type": "llama3"}}, "rope_scaling.type is 'yarn'"),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 128},
+            "rope_scaling.original_max_position_embeddings is 64",
+        ),
+    ],
+)
+def test_places_that_contradict_each_other_about_rotation_are_named(
+    places: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read_spec(tiny_config("llama", **({"rope_parameters": None} | places)))
+
+
+@pytest.mark.parametrize(
+    "key", ["rope_params", "rope", "rotary", "rotary_emb_base", "ropeScaling", "yarn", "rope_ratio"]
+)
+def test_a_section_about_rotation_under_another_name_is_refused(key: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"unknown key '{key}' about rotation"):
+        read_spec(tiny_config("llama", **{key: {"rope_theta": 1e6}}))
+
+
+def test_keys_that_only_sound_like_rotation_are_not_its_matter() -> None:
+    plain = read_spec(tiny_config("llama"))
+    assert read_spec(tiny_config("llama", properties={"a": 1}, europe=1, rope_new=None)) == plain
+
+
+def test_defaults_that_no_tensor_could_contradict_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read_spec(tiny_config("llama"))
+    assert not caplog.messages
+    config = tiny_config(
+        "llama", rope_parameters=None, rms_norm_eps=None, max_position_embeddings=None
+    )
+    read_spec(config)
+    assert len(caplog.messages) == 1
+    said = "of llama in transformers: max_position_embeddings=2048, rms_norm_eps=1e-06, "
+    assert f"{said}rope_theta=10000.0" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_theta": 1.0}, "rope_theta"),
+        ({"rope_theta": 1e300}, "rope_theta"),
+        (LLAMA3_ROPE | {"low_freq_factor": 4.0}, "low_freq_factor is 4"),
+        (YARN_ROPE | {"factor": 0}, "factor"),
+        (YARN_ROPE | {"mscale": 1e200}, "mscale"),
+        (YARN_ROPE | {"beta_fast": float("inf")}, "beta_fast"),
+    ],
+)
+def test_numbers_that_make_no_rotation_are_refused(rope: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read_spec(tiny_config("llama", rope_parameters=rope))
+
+
 def test_yarn_fills_in_what_is_absent() -> None:
     rope = read_spec(tiny_config("llama", rope_parameters=YARN_ROPE)).rope
     assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
@@ -211,6 +303,8 @@ def test_an_unsupported_value_is_refused_by_the_name_of_its_key(key: str, value:
     [
         ("hidden_size", "64"),
         ("hidden_size", 64.0),
+        ("hidden_size", 10**90),
+        ("rms_norm_eps", 10**90 * 10**300),
         ("num_hidden_layers", True),
         ("num_hidden_layers", 0),
         ("vocab_size", None),

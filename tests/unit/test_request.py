@@ -21,7 +21,7 @@ def test_the_defaults_are_in_range() -> None:
         ("max_tokens", [1, 10**9], [0, -1]),
         ("temperature", [0.0, 100.0], [-0.1, 100.1, float("nan"), float("inf")]),
         ("top_k", [0, 10**6, 2**63 - 1], [-1, 2**63, 10**30]),
-        ("top_p", [1e-9, 1.0], [0.0, 1.1, -1.0, float("nan")]),
+        ("top_p", [0.0, 1e-9, 1.0], [1.1, -1.0, float("nan")]),
         ("min_p", [0.0, 1.0], [-0.1, 1.1]),
         ("repetition_penalty", [0.01, 100.0], [0.0, -1.0, 101.0, float("nan")]),
         ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1]),
@@ -40,6 +40,13 @@ def test_a_value_out_of_range_is_refused_by_its_name(
         with pytest.raises(RequestError, match=name) as refused:
             SamplingParams(**{name: value}).check(VOCAB)  # type: ignore[arg-type]
         assert refused.value.param == name
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    for sampling in (SamplingParams(top_k=10**4000), SamplingParams(logit_bias={10**4000: 1.0})):
+        with pytest.raises(RequestError, match=r"1000+… must be at least 0") as refused:
+            sampling.check(VOCAB)
+        assert len(str(refused.value)) < 200
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, VOCAB + 1, 2**63])

@@ -10,8 +10,9 @@ from bifolio.bench.figures import Figures
 from bifolio.bench.lengths import Lengths
 from bifolio.bench.paired import Pairs, Ratio, paired_ratio
 from bifolio.bench.points import Point, Sweep
+from bifolio.bench.progress import RunProgress
 from bifolio.bench.record import Record
-from bifolio.bench.session import Load, Plan, Run, Tell, derived_seed, measure
+from bifolio.bench.session import Load, Plan, Run, derived_seed, measure, nth
 from bifolio.bench.target import Target
 from bifolio.bench.traffic import Synthetic
 
@@ -41,7 +42,7 @@ def alternate(
     targets: Mapping[str, Target],
     parts: Mapping[str, tuple[Plan, Sequence[Load]]],
     repeats: int,
-    tell: Tell,
+    progress: RunProgress,
 ) -> Iterator[Run]:
     """Every load of every part on every target, `repeats` times.
 
@@ -50,16 +51,21 @@ def alternate(
     favours none.
     """
     names = list(targets)
-    for repeat in range(repeats):
-        order = names if repeat % 2 == 0 else names[::-1]
-        for part, (plan, loads) in parts.items():
-            for load in loads:
-                for name in order:
-                    where = f"{part} {load.name}".strip()
-                    tell(f"{name}: {where}, repeat {repeat + 1} of {repeats}")
-                    run = measure(targets[name], plan, load, repeat)
-                    run.target, run.part = name, part
-                    yield run
+    runs = [
+        (name, part, plan, load, repeat)
+        for repeat in range(repeats)
+        for part, (plan, loads) in parts.items()
+        for load in loads
+        for name in (names if repeat % 2 == 0 else names[::-1])
+    ]
+    progress.plan(
+        plan.step(load, nth(repeat, repeats), name, part) for name, part, plan, load, repeat in runs
+    )
+    for name, part, plan, load, repeat in runs:
+        with progress.run() as answered:
+            run = measure(targets[name], plan, load, repeat, answered)
+        run.target, run.part = name, part
+        yield run
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class Dialect:
             body["prompt"] = ask.prompt
         if self.ignore_eos:
             body["ignore_eos"] = True
+            body["repetition_penalty"] = 1.0  # a server may have another one as its default
         return orjson.dumps(body)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bifolio.bench.traffic import Session
@@ -37,10 +37,20 @@ class _Talk:
 
 
 class Dispatcher:
-    """Hands out asks when they are due. `concurrency` None is an open loop."""
+    """Hands out asks when they are due. `concurrency` None is an open loop.
 
-    def __init__(self, sessions: Sequence[Session], concurrency: int | None, label: str) -> None:
+    `on_end` is called at the end of each request.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        concurrency: int | None,
+        label: str,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._label = label
+        self._on_end = on_end
         self._talks = [_Talk(session) for session in sessions]
         self._due: list[tuple[float, int]] = []
         self._waiting: deque[int] = deque()
@@ -82,6 +92,7 @@ class Dispatcher:
     def ended(self, ask: Ask, now: float, answer: Sequence[int] | None) -> None:
         """An answer has come whole: its token ids, or None where the request failed."""
         self._open -= 1
+        self._on_end()
         talk = self._talks[ask.session]
         turns = talk.session.turns
         if answer is None:

@@ -198,7 +198,8 @@ class Endpoint:
         self, ask: Ask, dialect: Dialect, began: float, answers: Sequence[str] = ()
     ) -> tuple[Record, Stream]:
         body = dialect.body(self._description.model, ask, answers)
-        record = Record(ask, start=time.perf_counter() - began)
+        words = self._kind is EndpointType.CHAT
+        record = Record(ask, start=time.perf_counter() - began, words=words)
         stream = Stream(record)
 
         def on_body(data: bytes) -> None:

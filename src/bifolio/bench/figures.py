@@ -65,11 +65,15 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a good request keeps to, in seconds; None: anything. `failed` is a share of requests."""
+    """What a good request keeps to, in seconds (None: anything), and what makes a run invalid.
+
+    `failed` is a share of the requests, `length_error` a share of the tokens asked for.
+    """
 
     ttft: float | None = None
     tpot: float | None = None
     failed: float = 0.01
+    length_error: float = 0.02
 
     def met_by(self, record: Record) -> bool:
         """Whether a request that did not fail is good."""
@@ -136,8 +140,8 @@ class Figures:
         return count / self.seconds if self.seconds > 0 else 0.0
 
     def cost(self, price_per_hour: float) -> float | None:
-        """Price of a million output tokens, all that the run did included."""
-        rate = self.output_rate
+        """Price of a million output tokens, all that the run did included; None if invalid."""
+        rate = 0.0 if self.invalid else self.output_rate
         return price_per_hour / 3600 / rate * 1e6 if rate else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -261,9 +265,10 @@ def _invalid(
     if failures and len(failures) > goals.failed * sent:
         most, times = Counter((f.fault, f.message) for f in failures).most_common(1)[0]
         reasons.append(
-            f"{len(failures)} of {sent} requests failed, more than {goals.failed:.0%}; "
+            f"{len(failures)} of {sent} requests failed, more than {_percent(goals.failed)}; "
             f"most often ({times}): {most[0]}, {most[1][:200]}"
         )
+    reasons += [why for why in (_cut_prompts(good, goals), _other_outputs(good, goals)) if why]
     warm, prompts = _hit_rate(seen, good), sum(record.prompt_tokens or 0 for record in good)
     template = around * len(good) / prompts if prompts else 0.0
     if warm is not None and warm > WARM + template and not shares:
@@ -272,6 +277,48 @@ def _invalid(
             "nothing: they were sent before (the same --seed?), or somebody else uses the server"
         )
     return reasons
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:g}%"
+
+
+def _cut_prompts(good: Sequence[Record], goals: Goals) -> str | None:
+    """Why the prompts were not those of the workload: work that was left out costs nothing."""
+    sent = sum(record.least_prompt for record in good)
+    short = [r for r in good if (r.prompt_tokens or 0) < r.least_prompt]
+    missing = sum(r.least_prompt - (r.prompt_tokens or 0) for r in short)
+    if missing <= goals.length_error * sent:
+        return None
+    return (
+        f"sent {sent:,} prompt tokens, of which the endpoint counted {missing:,} less in "
+        f"{len(short)} of {len(good)} requests, more than {_percent(goals.length_error)}: it cuts "
+        "prompts or does not count them; hint: a shorter --input, or an endpoint with more context"
+    )
+
+
+def _other_outputs(good: Sequence[Record], goals: Goals) -> str | None:
+    """Why the answers were not those of the workload: short and long ones do not make up."""
+    asked = sum(record.ask.output for record in good)
+    off = [(r, (r.output_tokens or 0) - r.ask.output) for r in good]
+    off = [(record, by) for record, by in off if by]
+    if sum(abs(by) for _, by in off) <= goals.length_error * asked:
+        return None
+    if sum(by for _, by in off) > 0:
+        why = "the endpoint does not keep to max_tokens; hint: use one that does"
+    elif Counter(record.finish for record, by in off if by < 0).most_common(1)[0][0] == "length":
+        why = "the endpoint limits answers or ran out of context; hint: a shorter --input, --output"
+    else:
+        why = (
+            "the model ended its answers, so the endpoint does not honour ignore_eos; hint: use "
+            "one that does, or an --output that all answers reach"
+        )
+    got = sum(record.output_tokens or 0 for record in good)
+    return (
+        f"asked for {asked:,} output tokens, got {got:,} ({len(off)} of {len(good)} requests "
+        f"differ), more than {_percent(goals.length_error)} off: {why}, or "
+        "accept it with --max-length-error"
+    )
 
 
 def _warnings(seen: Observation, good: Sequence[Record], counted: bool) -> list[str]:

@@ -8,7 +8,7 @@ from bifolio.bench.dispatch import Ask, Dispatcher
 from bifolio.bench.record import Failure, Fault, Record
 from bifolio.bench.target import Counters, Description, Gauges, Observation, Peaks
 from bifolio.config import EngineConfig
-from bifolio.engine.engine import Engine
+from bifolio.engine.engine import Engine, Progress
 from bifolio.errors import BifolioError
 from bifolio.request import FinishReason, Output, Request, SamplingParams
 
@@ -16,9 +16,14 @@ from bifolio.request import FinishReason, Output, Request, SamplingParams
 class InProcess:
     """An engine of one's own. Tokens and times come from the steps themselves."""
 
-    def __init__(self, config: EngineConfig, name: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        name: str,
+        progress: Progress = lambda _stage, _done, _total: None,
+    ) -> None:
         self._name = name
-        self.engine = Engine(config)
+        self.engine = Engine(config, progress)
 
     def describe(self) -> Description:
         """The engine as built."""

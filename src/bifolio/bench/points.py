@@ -65,6 +65,11 @@ class Point:
         return found
 
     @property
+    def cost(self) -> Value | None:
+        """Price of a million output tokens; None of a point that is invalid."""
+        return None if self.invalid else self.value(lambda f: f.cost(self.price))
+
+    @property
     def running(self) -> float | None:
         """Most requests that were computed at a time, in any repeat."""
         known = [r.figures.most_running for r in self.runs if r.figures.most_running is not None]
@@ -90,7 +95,7 @@ class Point:
             "total_tokens_per_second": self.value(lambda f: f.total_rate),
             "requests_per_second": self.value(lambda f: f.request_rate),
             "good_requests_per_second": self.value(lambda f: f.goodput),
-            "cost_per_million_output_tokens": self.value(lambda f: f.cost(self.price)),
+            "cost_per_million_output_tokens": self.cost,
             "preemptions": self.value(lambda f: f.preemptions),
             "hit_rate": self.value(lambda f: f.hit_rate),
         }

@@ -40,6 +40,8 @@ class Record:
 
     ask: Ask
     start: float
+    words: bool = False
+    """Whether the prompt went out as words in a chat template, and not as token ids."""
     end: float = 0.0
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -56,6 +58,11 @@ class Record:
     @property
     def ok(self) -> bool:
         return self.failure is None
+
+    @property
+    def least_prompt(self) -> int:
+        """Prompt tokens below which something was cut: the ids sent, or one a word of the user."""
+        return sum(map(len, self.ask.turns)) if self.words else len(self.ask.prompt)
 
     @property
     def late(self) -> float:

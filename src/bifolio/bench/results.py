@@ -159,7 +159,8 @@ def _alone(points: Sequence[Point]) -> dict[str, Alone]:
     found = {}
     for point in points:
         if point.part == ALONE:
-            speeds = [speeds_alone(run.figures) for run in point.runs]
+            runs = () if point.invalid else point.runs
+            speeds = [speeds_alone(run.figures) for run in runs]
             prompt = len(point.runs[0].seen.records[0].ask.prompt)
             prefill, decode = (Value.of([pair[side] for pair in speeds]) for side in (0, 1))
             found[point.target] = Alone(prompt, prefill, decode)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bifolio.bench.dispatch import Dispatcher
 from bifolio.bench.figures import Figures, Goals, figures_of
 from bifolio.bench.lengths import Lengths
+from bifolio.bench.progress import RunProgress, Step
 from bifolio.bench.target import Observation, Target
 from bifolio.bench.traffic import Ids, Session, Synthetic, Workload, poisson_arrivals
-
-Tell = Callable[[str], None]
 
 _WARM_PROMPT, _WARM_OUTPUT = 64, 4
 
@@ -66,6 +65,20 @@ class Plan:
         made = self.workload.sessions(self.count(load), Ids(vocab), seed)
         return poisson_arrivals(made, load.rate, seed) if load.rate is not None else made
 
+    def step(self, load: Load, note: str, target: str = "", part: str = "") -> Step:
+        """A run of a load, to be planned: runs of one target, part and load are the most alike."""
+        count = self.count(load)
+        requests, tokens = self.workload.size(count)
+        where = f"{part} {load.name}".strip()
+        return Step(
+            name=f"{target}: {where}, {note}" if target else f"{where}, {note}",
+            requests=requests,
+            tokens=tokens,
+            alike=((target, part, load), (part, load), (part,), ()),
+            concurrency=load.concurrency or 1,
+            least=count / load.rate if load.rate else 0.0,
+        )
+
 
 @dataclass(slots=True)
 class Run:
@@ -109,13 +122,19 @@ def warm_up(target: Target, plan: Plan, concurrency: int) -> None:
         target.run(Dispatcher(sessions, rows, f"warm-{rows}"))
 
 
-def measure(target: Target, plan: Plan, load: Load, repeat: int) -> Run:
-    """One run."""
+def measure(
+    target: Target,
+    plan: Plan,
+    load: Load,
+    repeat: int,
+    on_answer: Callable[[], None] = lambda: None,
+) -> Run:
+    """One run; `on_answer` is called at the end of each request."""
     vocab = target.describe().vocab
     assert vocab is not None
     label = f"{load.name}-{repeat}"
     sessions = plan.sessions(load, repeat, vocab)
-    seen = target.run(Dispatcher(sessions, load.concurrency, label))
+    seen = target.run(Dispatcher(sessions, load.concurrency, label, on_answer))
     around = target.describe().around
     figures = figures_of(seen, plan.goals, shares=plan.workload.shares, around=around)
     seed = derived_seed(plan.seed, load.name, repeat)
@@ -123,11 +142,25 @@ def measure(target: Target, plan: Plan, load: Load, repeat: int) -> Run:
 
 
 def series(
-    target: Target, plan: Plan, loads: Iterable[Load], repeats: int, tell: Tell
+    target: Target,
+    plan: Plan,
+    loads: Sequence[Load],
+    repeats: int,
+    progress: RunProgress,
+    first: int = 0,
 ) -> Iterator[Run]:
-    """Every load `repeats` times, the loads in turn: a slow minute does not hit one alone."""
-    wanted = list(loads)
-    for repeat in range(repeats):
-        for load in wanted:
-            tell(f"{load.name}, repeat {repeat + 1} of {repeats}")
-            yield measure(target, plan, load, repeat)
+    """Every load `repeats` times, the loads in turn: a slow minute does not hit one alone.
+
+    Repeats before `first` have been made.
+    """
+    runs = [(load, repeat) for repeat in range(first, repeats) for load in loads]
+    progress.plan(plan.step(load, nth(repeat, repeats)) for load, repeat in runs)
+    for load, repeat in runs:
+        with progress.run() as answered:
+            run = measure(target, plan, load, repeat, answered)
+        yield run
+
+
+def nth(repeat: int, repeats: int) -> str:
+    """`repeat 1 of 3`, of the first."""
+    return f"repeat {repeat + 1} of {repeats}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bifolio.bench.points import Point
-from bifolio.bench.session import Load, Plan, Run, Tell, measure
+from bifolio.bench.progress import RunProgress
+from bifolio.bench.session import Load, Plan, Run, measure, series
 from bifolio.bench.target import Target
 
 MOST = 512
@@ -15,7 +16,7 @@ GAIN = 1.03
 """A step that brings less than this times the best so far brings nothing."""
 
 
-def explore(target: Target, plan: Plan, repeats: int, tell: Tell) -> Iterator[Run]:
+def explore(target: Target, plan: Plan, repeats: int, progress: RunProgress) -> Iterator[Run]:
     """Runs at 1, 2, 4, …, then the repeats of every step.
 
     The search ends after two steps without gain, when requests wait though seats are asked for
@@ -25,8 +26,9 @@ def explore(target: Target, plan: Plan, repeats: int, tell: Tell) -> Iterator[Ru
     best, idle, concurrency = 0.0, 0, 1
     while concurrency <= MOST and idle < 2:
         load = Load(concurrency)
-        tell(f"{load.name}, looking for the peak")
-        run = measure(target, plan, load, 0)
+        progress.plan([plan.step(load, "looking for the peak")], more=True)
+        with progress.run() as answered:
+            run = measure(target, plan, load, 0, answered)
         yield run
         loads.append(load)
         if run.figures.invalid:
@@ -35,7 +37,4 @@ def explore(target: Target, plan: Plan, repeats: int, tell: Tell) -> Iterator[Ru
         idle = 0 if gained and not Point("", "", load, (run,), 0.0).refused else idle + 1
         best = max(best, run.figures.output_rate)
         concurrency *= 2
-    for repeat in range(1, repeats):
-        for load in loads:
-            tell(f"{load.name}, repeat {repeat + 1} of {repeats}")
-            yield measure(target, plan, load, repeat)
+    yield from series(target, plan, loads, repeats, progress, first=1)

@@ -45,6 +45,9 @@ class Workload(Protocol):
 
     def describe(self) -> dict[str, object]: ...
 
+    def size(self, count: int) -> tuple[int, float]:
+        """Requests of `count` sessions, and about how many new tokens go in and out."""
+
     def sessions(self, count: int, ids: Ids, seed: int) -> list[Session]: ...
 
 
@@ -95,6 +98,11 @@ class Synthetic:
             "gap_seconds": self.gap,
         }
 
+    def size(self, count: int) -> tuple[int, float]:
+        """See `Workload.size`."""
+        turn = self.prompt.mean + self.output.mean
+        return count * self.turns, count * (self.prefix + self.turns * turn)
+
     def sessions(self, count: int, ids: Ids, seed: int) -> list[Session]:
         """`count` sessions, the same for the same seed."""
         rng = random.Random(seed)
@@ -141,6 +149,11 @@ class Replay:
             "left_out_as_too_long": len(self.rows) - len(self.kept),
             "speed": self.speed,
         }
+
+    def size(self, count: int) -> tuple[int, float]:
+        """See `Workload.size`."""
+        kept = self.kept[:count]
+        return len(kept), sum(row.prompt + row.output for row in kept)
 
     def sessions(self, count: int, ids: Ids, seed: int) -> list[Session]:
         """The first `count` requests of the trace, of those that are kept."""

@@ -60,6 +60,7 @@ def bench(
     repeats: options.Repeats = 2,
     seed: options.Seed = None,
     max_failed: options.MaxFailed = 1.0,
+    max_length_error: options.MaxLengthError = 2.0,
     goal_ttft: options.GoalTtft = None,
     goal_tpot: options.GoalTpot = None,
     price: options.Price = 1.0,
@@ -90,10 +91,11 @@ def bench(
         raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
     wishes = Wishes(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
-        *(requests, waves, seed, max_failed, goal_ttft, goal_tpot),
+        *(requests, waves, seed, max_failed, max_length_error, goal_ttft, goal_tpot),
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine
+    from bifolio.cli.progress import reporter
 
     automatic = concurrency == "auto"
     loads = options.parse_loads(None if automatic else concurrency, rate, trace=trace is not None)
@@ -102,9 +104,10 @@ def bench(
         *(api_key, served_model, vocab, endpoint_type),
     )
     with ExitStack() as stack:
-        target = run.open_target(stack, machine, url or plan, server=server)
+        report = stack.enter_context(reporter("error"))
+        target = run.open_target(stack, machine, url or plan, report, server=server)
         results = run.measure_one(
-            target, wishes, None if automatic else loads, repeats, price, quiet=as_json
+            target, wishes, None if automatic else loads, repeats, price, report
         )
     run.finish(results, out, markdown, as_json=as_json)
 
@@ -150,6 +153,7 @@ def compare(
     repeats: options.Repeats = 3,
     seed: options.Seed = None,
     max_failed: options.MaxFailed = 1.0,
+    max_length_error: options.MaxLengthError = 2.0,
     goal_ttft: options.GoalTtft = None,
     goal_tpot: options.GoalTpot = None,
     price: options.Price = 1.0,
@@ -170,10 +174,11 @@ def compare(
     """
     wishes = Wishes(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
-        *(requests, waves, seed, max_failed, goal_ttft, goal_tpot),
+        *(requests, waves, seed, max_failed, max_length_error, goal_ttft, goal_tpot),
     )
     from bifolio.cli import bench_run as run
     from bifolio.cli.bench_targets import Machine
+    from bifolio.cli.progress import reporter
 
     loads = options.parse_loads(concurrency, rate, trace=trace is not None)
     machine = Machine(
@@ -183,8 +188,9 @@ def compare(
     if len(set(plans)) < max(2, len(plans)):
         raise ConfigError("compare needs at least two plans, each of them once")
     with ExitStack() as stack:
-        targets = {plan: run.open_target(stack, machine, plan, server=server) for plan in plans}
-        results = run.measure_several(
-            targets, wishes, loads, repeats, price, alone=alone, quiet=as_json
-        )
+        report = stack.enter_context(reporter("error"))
+        targets = {
+            plan: run.open_target(stack, machine, plan, report, server=server) for plan in plans
+        }
+        results = run.measure_several(targets, wishes, loads, repeats, price, report, alone=alone)
     run.finish(results, out, markdown, as_json=as_json)

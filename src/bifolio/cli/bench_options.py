@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bifolio.bench.dialect import EndpointType
-from bifolio.cli.places import writable_file, writable_folder
+from bifolio.cli.places import plain, writable_file, writable_folder
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,12 @@ Gap = Annotated[
 ]
 Trace = Annotated[
     Path | None,
-    option(WHAT, "Replay lengths, arrivals and shared blocks (Mooncake, Azure).", metavar="FILE"),
+    option(
+        WHAT,
+        "Replay lengths, arrivals and shared blocks (Mooncake, Azure).",
+        metavar="FILE",
+        callback=plain,
+    ),
 ]
 Speed = Annotated[
     float, option(WHAT, "Replay the trace so many times as fast.", "--trace-speed", min=0.001)
@@ -95,6 +100,15 @@ Seed = Annotated[
 ]
 MaxFailed = Annotated[
     float, option(JUDGE, "Percent of requests that may fail.", metavar="PERCENT", min=0.0)
+]
+MaxLengthError = Annotated[
+    float,
+    option(
+        JUDGE,
+        "Percent by which output tokens may miss those asked for.",
+        metavar="PERCENT",
+        min=0.0,
+    ),
 ]
 GoalTtft = Annotated[
     float | None, option(JUDGE, "Most ms to the first token, for goodput.", metavar="MS")
@@ -140,6 +154,7 @@ class Wishes:
     waves: int = 2
     seed: int | None = None
     max_failed: float = 1.0
+    max_length_error: float = 2.0
     goal_ttft: float | None = None
     goal_tpot: float | None = None
 
@@ -170,7 +185,12 @@ class Wishes:
 
         return Plan(
             self.workload(longest),
-            Goals(_seconds(self.goal_ttft), _seconds(self.goal_tpot), self.max_failed / 100),
+            Goals(
+                _seconds(self.goal_ttft),
+                _seconds(self.goal_tpot),
+                self.max_failed / 100,
+                self.max_length_error / 100,
+            ),
             secrets.randbits(32) if self.seed is None else self.seed,
             self.requests,
             self.waves,

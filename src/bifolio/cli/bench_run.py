@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from bifolio.bench.comparison import ALONE, alone_plan, alternate
 from bifolio.bench.environment import Environment, describe_environment
+from bifolio.bench.progress import RunProgress
 from bifolio.bench.report.joined import bench_page
 from bifolio.bench.report.render import to_markdown, write_page
 from bifolio.bench.results import Results
-from bifolio.bench.session import Load, Tell, series, warm_up
+from bifolio.bench.session import Load, Plan, series, warm_up
 from bifolio.bench.sweep import MOST, explore
 from bifolio.bench.target import Target
 from bifolio.cli import bench_targets
 from bifolio.cli.bench_options import Wishes
 from bifolio.cli.bench_tables import print_results
 from bifolio.cli.bench_targets import Machine
-from bifolio.cli.machine import read_limits, read_processor
-from bifolio.engine.logs import configure
+from bifolio.cli.progress import Reporter
+from bifolio.machine import read_limits, read_processor
 
 EXIT_INVALID = 1
 """What was measured cannot be believed."""
@@ -37,15 +37,16 @@ def seats(loads: Sequence[Load]) -> int:
     return max([_LEAST_SEATS, *(load.concurrency or MOST for load in loads)] if loads else [MOST])
 
 
-def open_target(stack: ExitStack, machine: Machine, what: str, *, server: bool) -> Target:
+def open_target(
+    stack: ExitStack, machine: Machine, what: str, report: Reporter, *, server: bool
+) -> Target:
     """A plan in this process or in a server of its own, or a URL; it ends with `stack`."""
-    configure("error")
     if bench_targets.is_url(what):
         target = bench_targets.endpoint(machine, what)
     elif server:
-        return stack.enter_context(bench_targets.own_server(machine, what))
+        return stack.enter_context(bench_targets.own_server(machine, what, report))
     else:
-        target = bench_targets.in_process(machine, what)
+        target = bench_targets.in_process(machine, what, report)
     stack.callback(target.close)
     return target
 
@@ -56,19 +57,17 @@ def measure_one(
     loads: Sequence[Load] | None,
     repeats: int,
     price: float,
-    *,
-    quiet: bool,
+    report: Reporter,
 ) -> Results:
     """Every load on one target; None: look for the peak."""
     plan = wishes.plan(target.describe().max_model_len or 0)
     environment = _environment()
-    with _telling(quiet=quiet) as tell:
-        tell("warming up")
-        warm_up(target, plan, _most(loads or ()))
-        if loads is None:
-            runs = list(explore(target, plan, repeats, tell))
-        else:
-            runs = list(series(target, plan, loads, repeats, tell))
+    _warm_up({"": target}, plan, loads or (), report)
+    progress = _run_progress(report)
+    if loads is None:
+        runs = list(explore(target, plan, repeats, progress))
+    else:
+        runs = list(series(target, plan, loads, repeats, progress))
     return Results(environment, {"": target.describe()}, plan, price, runs)
 
 
@@ -78,9 +77,9 @@ def measure_several(
     loads: Sequence[Load],
     repeats: int,
     price: float,
+    report: Reporter,
     *,
     alone: int,
-    quiet: bool,
 ) -> Results:
     """Every load on all targets in turn, and one request of `alone` tokens at a time."""
     told = [target.describe() for target in targets.values()]
@@ -90,11 +89,8 @@ def measure_several(
     if alone:
         parts[ALONE] = (alone_plan(plan, alone, longest), [Load(1)])
     environment = _environment()
-    with _telling(quiet=quiet) as tell:
-        for name, target in targets.items():
-            tell(f"{name}: warming up")
-            warm_up(target, plan, _most(loads))
-        runs = list(alternate(targets, parts, repeats, tell))
+    _warm_up(targets, plan, loads, report)
+    runs = list(alternate(targets, parts, repeats, _run_progress(report)))
     described = {name: target.describe() for name, target in targets.items()}
     return Results(environment, described, plan, price, runs)
 
@@ -118,21 +114,23 @@ def finish(
         raise typer.Exit(EXIT_INVALID)
 
 
-def _most(loads: Sequence[Load]) -> int:
-    return max((load.concurrency or 8 for load in loads), default=8)
+def _warm_up(
+    targets: Mapping[str, Target], plan: Plan, loads: Sequence[Load], report: Reporter
+) -> None:
+    most = max((load.concurrency or 8 for load in loads), default=8)
+    for i, (name, target) in enumerate(targets.items()):
+        report("warming up", i, len(targets), detail=f"warming up {name}".strip())
+        warm_up(target, plan, most)
+    report("warming up", len(targets), len(targets))
+
+
+def _run_progress(report: Reporter) -> RunProgress:
+    def tell(name: str, done: int, total: int, seconds_left: float | None) -> None:
+        report("measuring", done, total, detail=name, seconds_left=seconds_left)
+
+    return RunProgress(tell)
 
 
 def _environment() -> Environment:
     machine = {"processor": asdict(read_processor()), "limits": asdict(read_limits())}
     return describe_environment(machine, probe=True)
-
-
-@contextmanager
-def _telling(*, quiet: bool) -> Iterator[Tell]:
-    """Show on standard error, if that is a terminal, what is being measured."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _text: None
-        return
-    with console.status("measuring") as status:
-        yield status.update

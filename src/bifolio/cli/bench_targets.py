@@ -14,6 +14,7 @@ from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
     from bifolio.cli.child import Event
+    from bifolio.cli.progress import Reporter
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,11 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def in_process(machine: Machine, plan: str) -> Target:
+def in_process(machine: Machine, plan: str, report: Reporter) -> Target:
     """An engine in this process; `plan` as for serve."""
     from bifolio.bench.in_process import InProcess
     from bifolio.formats import PrecisionPlan
+    from bifolio.models.source import resolve_source
 
     if machine.kind is not EndpointType.COMPLETIONS:
         raise ConfigError("an engine in this process has no endpoints; give --server or a URL")
@@ -49,7 +51,12 @@ def in_process(machine: Machine, plan: str) -> Target:
         max_num_seqs=machine.seats,
         threads=machine.threads,
     )
-    return InProcess(config, machine.model)
+    resolve_source(machine.model, report)
+
+    def loading(_stage: str, done: int, total: int) -> None:
+        report(f"loading {plan}", done, total)
+
+    return InProcess(config, machine.model, loading)
 
 
 def endpoint(machine: Machine, url: str) -> Target:
@@ -66,14 +73,19 @@ def endpoint(machine: Machine, url: str) -> Target:
 
 
 @contextmanager
-def own_server(machine: Machine, plan: str) -> Iterator[Target]:
+def own_server(machine: Machine, plan: str, report: Reporter) -> Iterator[Target]:
     """`bifolio serve` in a process of its own, for as long as a `with` lasts."""
     from bifolio.bench.endpoint import Endpoint
     from bifolio.cli.child import serving
 
     arguments = ["--plan", plan, "--cache-memory", machine.cache_memory]
     arguments += ["--max-num-seqs", str(machine.seats), "--threads", str(machine.threads)]
-    with serving(machine.model, arguments) as server:
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "progress":
+            report(f"{plan}: {event['stage']}", event["done"], event["total"])
+
+    with serving(machine.model, arguments, on_event) as server:
         told = _told(server.ready, _vocab(machine.model))
         target = Endpoint(
             server.url, server.api_key, model=server.model, kind=machine.kind, told=told

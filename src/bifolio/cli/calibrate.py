@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from bifolio.cli.places import plain
 from bifolio.errors import ConfigError
 
 
@@ -25,7 +26,8 @@ def calibrate(
         Path,
         typer.Option(
             help="A UTF-8 text, or .jsonl with text or tokens; 8 pieces of up to 512 tokens at "
-            "least, 4,096 in one text."
+            "least, 4,096 in one text.",
+            callback=plain,
         ),
     ],
     per: Annotated[
@@ -42,7 +44,8 @@ def calibrate(
 
       bifolio calibrate ./model --data book.txt
     """
-    from bifolio.cli.compress import read_calibration, reporter
+    from bifolio.cli.compress import read_calibration
+    from bifolio.cli.progress import reporter
     from bifolio.compress.calibrate import measure_scales
     from bifolio.compress.scale_files import write_scales
     from bifolio.compress.source import SourceModel

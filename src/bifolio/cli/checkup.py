@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
 import shutil
@@ -18,8 +17,8 @@ from typing import Any
 
 from bifolio import __version__
 from bifolio.cli.console import DEFAULT_MODEL
-from bifolio.cli.machine import Limits, Processor, read_limits, read_processor
 from bifolio.errors import UnsupportedError, cause_of
+from bifolio.machine import MachineLimits, Processor, read_limits, read_processor
 from bifolio.models.builtin import BUILTIN, builtin_path
 
 PACKAGES = (
@@ -59,7 +58,7 @@ class Kernels:
     isa: str | None = None
     isas: tuple[str, ...] = ()
     read_rate: float | None = None
-    """Bytes a second that all cores together read from memory now, the best of a few runs."""
+    """Bytes a second that all threads together read from memory now, the best of a few runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Checkup:
     version: str
     python: str
     processor: Processor
-    limits: Limits
+    limits: MachineLimits
     kernels: Kernels
     packages: dict[str, str | None]
     """Installed versions; None is missing."""
@@ -96,7 +95,9 @@ class Checkup:
         return not any(problem.fatal for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, **dataclasses.asdict(self)}
+        found = {"ok": self.ok, **dataclasses.asdict(self)}
+        derived = {"threads": self.limits.threads, "memory_usable": self.limits.memory_usable}
+        return found | {"limits": found["limits"] | derived}
 
 
 def examine() -> Checkup:
@@ -168,7 +169,7 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _kernels(problems: list[Problem], limits: Limits, compiler: str | None) -> Kernels:
+def _kernels(problems: list[Problem], limits: MachineLimits, compiler: str | None) -> Kernels:
     try:
         from bifolio import _native
         from bifolio.kernels.native import NativeOps
@@ -196,7 +197,7 @@ def _kernels(problems: list[Problem], limits: Limits, compiler: str | None) -> K
     return Kernels(native=True, isa=isa, isas=isas, read_rate=_read_rate(limits, isa))
 
 
-def _read_rate(limits: Limits, isa: str) -> float | None:
+def _read_rate(limits: MachineLimits, isa: str) -> float | None:
     """Time plain reads of a buffer that no processor's cache holds; None if memory is scant."""
     import numpy as np
 
@@ -205,7 +206,7 @@ def _read_rate(limits: Limits, isa: str) -> float | None:
     if limits.memory_usable is not None and limits.memory_usable < 4 * PROBE_BYTES:
         return None
     buffer, sink = np.ones(PROBE_BYTES, dtype=np.uint8), np.zeros(1, dtype=np.int64)
-    runtime = _native.Runtime(limits.cores_allowed, isa)
+    runtime = _native.Runtime(limits.threads, isa)
     seconds = []
     for _ in range(PROBE_RUNS):
         start = time.perf_counter()
@@ -248,17 +249,8 @@ def _hub_cache() -> str | None:
     return str(HF_HUB_CACHE)
 
 
-def _limit_problems(limits: Limits) -> list[Problem]:
+def _limit_problems(limits: MachineLimits) -> list[Problem]:
     problems = []
-    if limits.cpu_quota is not None and limits.cpu_quota < limits.cores_allowed:
-        threads = max(1, math.floor(limits.cpu_quota))
-        problems.append(
-            Problem(
-                f"the control group grants {limits.cpu_quota:g} cores but {limits.cores_allowed} "
-                "are visible, so threads would wait for each other",
-                f"serve with --threads {threads}",
-            )
-        )
     if limits.memory_usable is not None and limits.memory_usable < SCANT_MEMORY:
         problems.append(
             Problem(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bifolio.cli.places import plain
 from bifolio.errors import BifolioError, ConfigError
 
 app = typer.Typer(
@@ -46,7 +47,10 @@ HERE = "http://127.0.0.1:8000"
 
 @app.command()
 def up(
-    file: Annotated[Path, typer.Argument(help="TOML file, see docs/cluster.md.", metavar="FILE")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="TOML file, see docs/cluster.md.", metavar="FILE", callback=plain),
+    ],
     host: Annotated[
         str | None, typer.Option(help="Address to listen on.", show_default="the file's")
     ] = None,

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bifolio.cli.places import writable_folder
+from bifolio.cli.places import plain, writable_folder
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bifolio.cli.progress import Reporter
     from bifolio.compress.recipe import Recipe
     from bifolio.compress.report import OutputDistance, Report
     from bifolio.compress.texts import Texts
+    from bifolio.evals.distance import Window
     from bifolio.models.source import ModelSource
 
 _JUDGED = 16
@@ -45,7 +48,8 @@ def compress(
         Path | None,
         typer.Option(
             help="A text, for gptq and awq, and to measure the result; 8 pieces of up to 512 "
-            "tokens at least, 4,096 in one text."
+            "tokens at least, 4,096 in one text.",
+            callback=plain,
         ),
     ] = None,
     calibration_tokens: Annotated[
@@ -109,13 +113,14 @@ def _forecast(source: str, recipe: Recipe) -> Report:
 def _compress(
     name: str, target: Path, recipe: Recipe, calibration: Path | None, tokens: int
 ) -> Report:
+    from bifolio.cli.progress import reporter
     from bifolio.compress.run import compress_checkpoint
     from bifolio.models.source import resolve_source
 
     with reporter() as progress:
         source = resolve_source(name, progress)
         texts = None if calibration is None else read_calibration(source, calibration, tokens)
-        judge = None if texts is None else partial(_distance, source, target, texts)
+        judge = None if texts is None else partial(_distance, source, target, texts, progress)
         return compress_checkpoint(source, target, recipe, texts, judge=judge, progress=progress)
 
 
@@ -131,35 +136,23 @@ def read_calibration(source: ModelSource, path: Path, tokens: int) -> Texts:
     )
 
 
-def _distance(source: ModelSource, target: Path, texts: Texts) -> OutputDistance:
+def _distance(source: ModelSource, target: Path, texts: Texts, report: Reporter) -> OutputDistance:
     from bifolio.compress.report import OutputDistance
-    from bifolio.engine.logs import configure
     from bifolio.evals.distance import measure
     from bifolio.evals.subject import Setup, Subject
     from bifolio.evals.subject import Texts as Tokenizer
 
-    configure("warning")  # the engine need not tell of itself
     pieces = texts.held_out[:: max(1, len(texts.held_out) // _JUDGED)][:_JUDGED]
     size = min(map(len, pieces))  # windows are scored alike
-    halves = [(piece[: size // 2], piece[size // 2 : size]) for piece in pieces]
+
+    def halves() -> Iterator[Window]:
+        for i, piece in enumerate(pieces):
+            report("measuring", i, len(pieces))
+            yield piece[: size // 2], piece[size // 2 : size]
+
     before, after = (
         Subject(Setup(str(path), "auto/bf16"), Tokenizer(str(path)), size).forced()
         for path in (source.path, target)
     )
-    found = measure(before, after, halves)
+    found = measure(before, after, halves())
     return OutputDistance(found.positions, found.kl, found.kl_p99, found.top1)
-
-
-def reporter() -> Reporter:
-    """Bars on a terminal, elsewhere log lines as `serve` writes them."""
-    import structlog
-    from rich.console import Console
-
-    from bifolio.cli.progress import Bars, LogLines
-    from bifolio.engine.logs import configure
-
-    screen = Console(stderr=True)
-    configure("info", for_people=screen.is_terminal)
-    if screen.is_terminal:
-        return Bars(screen)
-    return LogLines(structlog.get_logger("bifolio").info)

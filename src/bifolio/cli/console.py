@@ -27,6 +27,13 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
+def shortened(text: str, most: int = 1000) -> str:
+    """A message with its middle left out, if it is longer: what was typed may be of any length."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]} … {text[-(most // 3) :]}"
+
+
 def figures_text(answer: Answer) -> str:
     """The figures of an answer on one line; what the server did not report is left out."""
     parts = []

@@ -58,6 +58,7 @@ def _print(checkup: Checkup) -> None:
 
 def _rows(checkup: Checkup) -> list[tuple[str, str]]:
     from bifolio.cli.console import bytes_text
+    from bifolio.words import counted
 
     def size(count: int | None) -> str:
         return "unknown" if count is None else bytes_text(count)
@@ -65,12 +66,14 @@ def _rows(checkup: Checkup) -> list[tuple[str, str]]:
     limits, kernels = checkup.limits, checkup.kernels
     cores = f"{limits.cores_allowed} of {limits.cores}"
     if limits.cpu_quota is not None:
-        cores += f", {limits.cpu_quota:g} cores' worth of time"
+        cores += f", quota of the control group: {limits.cpu_quota:g} cores"
+    cores += f"; {counted(limits.threads, 'thread')} by default"
     memory = f"{size(limits.memory_available)} free of {size(limits.memory_total)}"
     if kernels.read_rate is not None:
         memory += f", read at {kernels.read_rate / 1e9:.1f} GB/s"
     if limits.memory_limit is not None:
-        memory += f", limited to {size(limits.memory_limit)}"
+        memory += f", limited to {size(limits.memory_limit)} by the control group, "
+        memory += f"which has {size(limits.memory_left)} left"
     native = (
         f"native {kernels.isa} (of {', '.join(kernels.isas)})" if kernels.native else "reference"
     )

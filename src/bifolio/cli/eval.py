@@ -31,6 +31,7 @@ from bifolio.cli.eval_options import (
     TaskNames,
     Threads,
 )
+from bifolio.cli.places import plain
 from bifolio.cli.serve import Kernels as KernelChoice
 
 REFERENCE = "bf16/bf16"
@@ -58,7 +59,11 @@ def distance(
     candidate: Candidates,
     text: Annotated[
         list[Path] | None,
-        typer.Argument(help="UTF-8 texts to score.", show_default="built in: English and Slovak"),
+        typer.Argument(
+            help="UTF-8 texts to score.",
+            show_default="built in: English and Slovak",
+            callback=plain,
+        ),
     ] = None,
     model: Model = DEFAULT_MODEL,
     reference: Reference = REFERENCE,
@@ -197,7 +202,5 @@ def gate(
 def _behind() -> ModuleType:
     """The module behind the commands: help must come without importing it."""
     from bifolio.cli import eval_run
-    from bifolio.engine.logs import configure
 
-    configure("warning")
     return eval_run

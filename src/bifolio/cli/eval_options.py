@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bifolio.cli.places import writable_folder
+from bifolio.cli.places import plain, writable_folder
 from bifolio.cli.serve import Kernels as KernelChoice
 
 
@@ -34,7 +34,7 @@ Reference = Annotated[
     str, typer.Option("--reference", help="The plan to compare with.", metavar="PLAN")
 ]
 Kernels = Annotated[KernelChoice, typer.Option("--kernels", help="As for serve.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all processors.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all that can compute.")]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -51,7 +51,12 @@ Data = Annotated[
 ]
 Files = Annotated[
     list[Path] | None,
-    typer.Option("--tasks", help="Items from a JSON-lines file; may be repeated.", metavar="FILE"),
+    typer.Option(
+        "--tasks",
+        help="Items from a JSON-lines file; may be repeated.",
+        metavar="FILE",
+        callback=plain,
+    ),
 ]
 TaskNames = Annotated[
     list[str] | None,

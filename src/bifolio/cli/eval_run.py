@@ -11,6 +11,8 @@ from typing import Any
 
 from bifolio.cli.eval_options import Asked, Read, Sides
 from bifolio.cli.eval_tables import distance_table, gate_table, task_table
+from bifolio.cli.progress import Reporter, reporter
+from bifolio.evals.answers import Progress
 from bifolio.evals.distance_run import (
     DistanceRun,
     Floor,
@@ -26,12 +28,15 @@ from bifolio.evals.session import Compared, TaskRun
 from bifolio.evals.stats import items_needed
 from bifolio.evals.subject import Setup, Texts
 from bifolio.evals.tasks.select import available, chosen
+from bifolio.models.source import resolve_source
 
 
 def distance(sides: Sides, read: Read, out: Path | None, as_json: bool) -> None:
     """Measure, print and write the distance of every candidate."""
+    with reporter() as report:
+        measured = _measure(sides, read, _texts(sides.model, report), report)
     documents = []
-    for found in _measure(sides, read, Texts(sides.model)):
+    for found in measured:
         documents.append(
             document(
                 "distance",
@@ -51,28 +56,36 @@ def distance(sides: Sides, read: Read, out: Path | None, as_json: bool) -> None:
 
 def tasks(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None:
     """Ask, print and write the answers of every candidate."""
-    _show(sides, asked, _ask(sides, asked, Texts(sides.model)), out, as_json)
+    with reporter() as report:
+        found = _ask(sides, asked, _texts(sides.model, report), report)
+        _show(sides, asked, found, out, as_json, report)
 
 
 def harness(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None:
     """The same for tasks of lm-eval."""
     reference, *candidates = _setups(sides)
-    found = compare_harness(
-        asked.names,
-        reference,
-        candidates,
-        Texts(sides.model),
-        data=asked.data,
-        limit=asked.items,
-        margin=asked.margin,
-        seed=asked.seed,
-        progress=_say,
-    )
-    _show(sides, asked, found, out, as_json)
+    with reporter() as report:
+        found = compare_harness(
+            asked.names,
+            reference,
+            candidates,
+            _texts(sides.model, report),
+            data=asked.data,
+            limit=asked.items,
+            margin=asked.margin,
+            seed=asked.seed,
+            progress=_progress(report),
+        )
+        _show(sides, asked, found, out, as_json, report)
 
 
 def _show(
-    sides: Sides, asked: Asked, results: Iterator[Compared], out: Path | None, as_json: bool
+    sides: Sides,
+    asked: Asked,
+    results: Iterator[Compared],
+    out: Path | None,
+    as_json: bool,
+    report: Reporter,
 ) -> None:
     documents = []
     for found in results:
@@ -86,9 +99,10 @@ def _show(
                 tasks=found.comparisons,
             )
         )
-        _write(out, documents[-1], found)
-        if not as_json:
-            task_table(found)
+        with report.paused():
+            _write(out, documents[-1], found)
+            if not as_json:
+                task_table(found)
     if as_json:
         print(json.dumps(documents, ensure_ascii=False))
 
@@ -102,12 +116,26 @@ def gate(
     as_json: bool,
 ) -> bool:
     """Whether every candidate passes: tasks, and the distance where a limit on it is given."""
-    texts = Texts(sides.model)
-    measured: list[Measured] | list[None] = [None] * len(sides.candidates)
-    if limits != (None, None):
-        measured = _measure(sides, read, texts)
+    with reporter() as report:
+        texts = _texts(sides.model, report)
+        measured: list[Measured] | list[None] = [None] * len(sides.candidates)
+        if limits != (None, None):
+            measured = _measure(sides, read, texts, report)
+        results = zip(_ask(sides, asked, texts, report), measured, strict=True)
+        return _judge(sides, asked, results, limits, out, as_json, report)
+
+
+def _judge(
+    sides: Sides,
+    asked: Asked,
+    results: Iterator[tuple[Compared, Measured | None]],
+    limits: tuple[float | None, float | None],
+    out: Path | None,
+    as_json: bool,
+    report: Reporter,
+) -> bool:
     documents, passed = [], True
-    for found, far in zip(_ask(sides, asked, texts), measured, strict=True):
+    for found, far in results:
         slices = task_slices(found.comparisons)
         if far is not None:
             slices += distance_slices(far.rows, *limits)
@@ -128,12 +156,13 @@ def gate(
             **({} if far is None else _distance_parts(far)),
         )
         documents.append(whole)
-        _write(out, whole, found)
-        if not as_json:
-            if far is not None:
-                distance_table(far)
-            task_table(found)
-            gate_table(verdict)
+        with report.paused():
+            _write(out, whole, found)
+            if not as_json:
+                if far is not None:
+                    distance_table(far)
+                task_table(found)
+                gate_table(verdict)
     if as_json:
         print(json.dumps(documents, ensure_ascii=False))
     return passed
@@ -146,7 +175,19 @@ def _setups(sides: Sides) -> list[Setup]:
     ]
 
 
-def _measure(sides: Sides, read: Read, texts: Texts) -> list[Measured]:
+def _texts(model: str, report: Reporter) -> Texts:
+    resolve_source(model, report)
+    return Texts(model)
+
+
+def _progress(report: Reporter) -> Progress:
+    def tell(what: str, done: int, total: int) -> None:
+        report("evaluating", done, total, detail=what)
+
+    return tell
+
+
+def _measure(sides: Sides, read: Read, texts: Texts, report: Reporter) -> list[Measured]:
     passages = [read_passage(path) for path in read.texts]
     if read.data is not None:
         passages += local_passages(read.data)
@@ -159,15 +200,15 @@ def _measure(sides: Sides, read: Read, texts: Texts) -> list[Measured]:
         read.seed,
     )
     reference, *candidates = _setups(sides)
-    return run.measure(reference, candidates, texts, _say)
+    return run.measure(reference, candidates, texts, _progress(report))
 
 
-def _ask(sides: Sides, asked: Asked, texts: Texts) -> Iterator[Compared]:
+def _ask(sides: Sides, asked: Asked, texts: Texts, report: Reporter) -> Iterator[Compared]:
     count = asked.items or items_needed(asked.margin, flip_rate=0.0)
     found = available(count, asked.seed, asked.data, asked.files)
     run = TaskRun(chosen(found, asked.names), asked.margin, asked.seed, asked.chat)
     reference, *candidates = _setups(sides)
-    return run.compare(reference, candidates, texts, _say)
+    return run.compare(reference, candidates, texts, _progress(report))
 
 
 def _distance_parts(found: Measured) -> dict[str, Any]:

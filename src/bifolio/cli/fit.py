@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import structlog
 
-from bifolio.cli.machine import Limits
 from bifolio.config import EngineConfig, ServerConfig, size_text
 from bifolio.errors import ConfigError
+from bifolio.machine import MachineLimits
 
 log = structlog.get_logger("bifolio")
 
 
-def check_fit(config: ServerConfig, limits: Limits) -> None:
+def check_fit(config: ServerConfig, limits: MachineLimits) -> None:
     """ConfigError for caches beyond the memory; more threads than cores are only pointed out."""
     engines = _engines(config)
     _check_memory(engines, limits)
     threads = max(engine.threads for engine in engines)
-    if threads > limits.cores_allowed:
+    if threads > limits.threads:
         log.warning(
             "more threads than cores only slow down",
             threads=threads,
-            cores=limits.cores_allowed,
-            cure=f"give at most --threads {limits.cores_allowed}, or leave it out",
+            cores=limits.threads,
+            cure=f"give at most --threads {limits.threads}, or leave it out",
         )
 
 
@@ -33,12 +33,12 @@ def _engines(config: ServerConfig) -> list[EngineConfig]:
     return [config.engine] * pools.prefill_workers + [pools.decode] * pools.decode_workers
 
 
-def _check_memory(engines: list[EngineConfig], limits: Limits) -> None:
+def _check_memory(engines: list[EngineConfig], limits: MachineLimits) -> None:
     known = [
         (size, whose)
         for size, whose in (
-            (limits.memory_total, "this machine has"),
-            (limits.memory_limit, "its control group leaves to this process"),
+            (limits.memory_available, "this machine has free"),
+            (limits.memory_left, "its control group has free"),
         )
         if size is not None
     ]

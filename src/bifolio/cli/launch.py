@@ -21,20 +21,24 @@ import uvloop
 from rich.console import Console
 
 from bifolio.cli.fit import check_fit
-from bifolio.cli.listen import bind, is_local, listen, refused, url_of
-from bifolio.cli.machine import read_limits
+from bifolio.cli.listen import bind, is_local, listen, raise_open_files, refused, url_of
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig, size_text
 from bifolio.engine import logs
 from bifolio.engine.client import AsyncEngine
 from bifolio.engine.messages import Loading
-from bifolio.engine.text_files import TextSide, load_text_side
+from bifolio.engine.supervisor import EngineSupervisor
+from bifolio.engine.text_files import load_tokenizer
+from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError
+from bifolio.machine import read_limits
+from bifolio.models.default_sampling import DefaultSampling
 from bifolio.models.source import ModelSource, resolve_source
 
 if TYPE_CHECKING:
     from bifolio.disagg.router import PoolRouter
+    from bifolio.serve.text_pool import TextPool
 
 log = structlog.get_logger("bifolio")
 
@@ -42,7 +46,7 @@ WATCH_SECONDS = 1.0
 """Time between two looks at the engine's health, for the log."""
 
 
-Client = Callable[[ServerConfig, Callable[[Loading], None]], "AsyncEngine | PoolRouter"]
+Client = Callable[[ServerConfig, Callable[[Loading], None]], "EngineSupervisor | PoolRouter"]
 """Makes what the server stands on, not started, from a configuration and a listener to news."""
 
 
@@ -58,6 +62,7 @@ def launch(
     screen = Console(stderr=True, highlight=False)
     logs.configure(config.engine.log_level, for_people=screen.is_terminal)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    raise_open_files()
     if until_stdin_closes:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     with bind(config.host, config.port) as sock:
@@ -114,6 +119,9 @@ class _Run:
         self._client = client
         self._config = config
         self._source = source
+        self._sampling = (
+            source.default_sampling if config.generation_config == "auto" else DefaultSampling()
+        )
         self._sock = sock
         self._screen = screen
         self._from_terminal = screen.is_terminal  # a console forgets it with the terminal
@@ -133,10 +141,14 @@ class _Run:
             engine = self._client(
                 self._config, lambda news: report(news.stage, news.done, news.total)
             )
-            text = await self._start(engine)
+            from bifolio.serve.text_pool import TextPool
+
+            text = TextPool(str(self._source.path), self._config.chat_template)
+            tokenizer = await self._start(engine, text)
         try:
-            await self._answer(engine, text)
+            await self._answer(engine, text, tokenizer)
         finally:
+            await text.stop()
             await engine.stop()
             log.info("stopped")
 
@@ -150,28 +162,36 @@ class _Run:
             self._stop()
         return gone
 
-    async def _start(self, engine: AsyncEngine | PoolRouter) -> TextSide:
-        """Start the engine and meanwhile read the tokenizer; if one fails, the other ends too."""
+    async def _start(self, engine: EngineSupervisor | PoolRouter, text: TextPool) -> Tokenizer:
+        """Start the engine and meanwhile the text side; if one fails, the other ends too."""
         starting = asyncio.create_task(engine.start())
         try:
-            text = await asyncio.to_thread(_load_text, self._source, self._config.chat_template)
+            ready = await text.start()
+            tokenizer = await asyncio.to_thread(_load_tokenizer, self._source)
+            tokenizer.stop_ids |= frozenset(ready.stop_ids)
             await starting
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             await engine.stop()
+            await text.stop()
             raise
-        return text
+        return tokenizer
 
-    async def _answer(self, engine: AsyncEngine | PoolRouter, text: TextSide) -> None:
+    async def _answer(
+        self, engine: EngineSupervisor | PoolRouter, text: TextPool, tokenizer: Tokenizer
+    ) -> None:
         from bifolio.serve.app import create_app
         from bifolio.serve.server import Server
 
-        app = create_app(engine, text.tokenizer, text.template, self._config)
+        app = create_app(engine, tokenizer, text, self._config, self._sampling.params)
         server = Server(app, self._config, lambda: self._announce(engine))
         self._stop = server.stop
         watch = asyncio.create_task(_watch(engine))
-        if not isinstance(engine, AsyncEngine):
+        failed = engine.failed if isinstance(engine, EngineSupervisor) else None
+        if failed is not None:
+            failed.add_done_callback(lambda _: server.stop())
+        if not isinstance(engine, EngineSupervisor):
             _replace_on_hangup(engine, self._on_hangup)
         try:
             listen(self._sock)
@@ -180,13 +200,16 @@ class _Run:
             raise refused(self._config.host, self._config.port, error) from error
         finally:
             watch.cancel()
+        if failed is not None and failed.done():  # whoever supervises this process is to act
+            raise EngineDeadError(failed.result())
 
-    def _announce(self, engine: AsyncEngine | PoolRouter) -> None:
+    def _announce(self, engine: EngineSupervisor | PoolRouter) -> None:
         summary = Summary.of(
             self._config,
             engine.hello,
             url_of(self._sock),
             self._config.served_name,
+            self._sampling,
             time.monotonic() - self._began,
         )
         if self._screen.is_terminal:
@@ -201,21 +224,32 @@ class _Run:
                 cure=f"give --cache-memory {size_text(summary.cache_bytes_for_all)}, or "
                 f"--max-model-len {summary.max_model_len} if that is enough",
             )
+        if self._sampling.not_applied:
+            log.warning(
+                f"the sampling of {self._sampling.origin} is not applied as a whole",
+                not_applied=", ".join(self._sampling.not_applied),
+            )
         if not self._config.engine.integrity:
             log.warning("cache pages are not checked", cure="leave --no-integrity out")
         if not self._config.api_keys and not is_local(self._sock):
             log.warning("whoever reaches this address can use it", cure="set BIFOLIO_API_KEY")
+        if not self._config.api_keys and "*" in self._config.cors_origins:
+            log.warning(
+                "any web page that a user of this network opens can use this server",
+                cure="name the origins with --cors-origin, or set BIFOLIO_API_KEY",
+            )
         if self._config.admin_key and self._config.pools is None:
             log.warning("one engine has no workers to administer", cure="leave --admin-key out")
 
 
 def client_of(
     config: ServerConfig, on_loading: Callable[[Loading], None]
-) -> AsyncEngine | PoolRouter:
+) -> EngineSupervisor | PoolRouter:
     """One engine, or a router over two pools, not started."""
     pools = config.pools
     if pools is None:
-        return AsyncEngine(config.engine, on_loading=on_loading)
+        first = iter([on_loading])  # later ones load while the server runs
+        return EngineSupervisor(lambda: AsyncEngine(config.engine, on_loading=next(first, None)))
     from bifolio.disagg.fleet import Fleet
     from bifolio.disagg.router import PoolRouter
 
@@ -243,7 +277,7 @@ def _replace_on_hangup(router: PoolRouter, stops: Callable[[], bool]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replace)
 
 
-async def _watch(engine: AsyncEngine | PoolRouter) -> None:
+async def _watch(engine: EngineSupervisor | PoolRouter) -> None:
     """Log when the engine falls silent or ends, and when it is back."""
     healthy = True
     while True:
@@ -260,9 +294,9 @@ async def _watch(engine: AsyncEngine | PoolRouter) -> None:
             healthy = True
 
 
-def _load_text(source: ModelSource, chat_template: str) -> TextSide:
-    """Read tokenizer and template, and import the API, which takes about as long."""
+def _load_tokenizer(source: ModelSource) -> Tokenizer:
+    """Read the tokenizer, which a text process has tried, and import the API meanwhile."""
     import bifolio.serve.app
     import bifolio.serve.server  # noqa: F401
 
-    return load_text_side(source.gguf.metadata if source.is_gguf else source.path, chat_template)
+    return load_tokenizer(source.gguf.metadata if source.is_gguf else source.path)

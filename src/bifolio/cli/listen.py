@@ -1,13 +1,29 @@
-"""The socket of a server, taken before the model is loaded: a port in use must not cost minutes."""
+"""The socket of a server, taken before the model is loaded: a port in use must not cost minutes.
+
+And the files that its connections are to the system.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
+import resource
 import socket
 from typing import Any
 
 from bifolio.errors import ConfigError
+
+
+def raise_open_files() -> None:
+    """Let this process, and those it starts, open as many files as the system allows it.
+
+    The usual limit of 1,024 is less than a full queue has connections.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS names a hard limit that it does not grant: then the soft one stays.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from bifolio.cli import bench, cluster
 from bifolio.cli.calibrate import calibrate
 from bifolio.cli.chat import chat
 from bifolio.cli.compress import compress
-from bifolio.cli.console import ERROR_PREFIX
+from bifolio.cli.console import ERROR_PREFIX, shortened
 from bifolio.cli.doctor import doctor
 from bifolio.cli.eval import app as eval_app
 from bifolio.cli.plan import plan
@@ -27,13 +28,21 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Turns the errors that bifolio raises on purpose into one line, and Ctrl-C into silence."""
+    """Turns the errors that bifolio raises on purpose into one line, and Ctrl-C into silence.
+
+    So it does with those of the system: a full disk, a name that is too long.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BifolioError as error:
-            print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        except typer.BadParameter as error:
+            error.message = shortened(error.message)
+            raise
+        except (BifolioError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # the reader of a pipe has gone: typer ends in silence
+            print(f"{ERROR_PREFIX}{shortened(str(error))}", file=sys.stderr)
             raise typer.Exit(EXIT_ERROR) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error

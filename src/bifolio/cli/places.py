@@ -1,11 +1,25 @@
-"""Whether a result can be written where it shall go: known before hours are spent on it."""
+"""Whether files can be read and results be written: known before hours are spent on it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 from bifolio.errors import ConfigError
+
+Paths = TypeVar("Paths", Path | None, list[Path] | None)
+
+
+def plain(given: Paths) -> Paths:
+    """Callback of an option that names files to read; ConfigError for one that is no plain file.
+
+    Reading a device or a pipe may never end. Whoever reads a file says if it is not there.
+    """
+    for file in (given,) if isinstance(given, Path) else given or ():
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file} is a folder, a device or a pipe; name a plain file")
+    return given
 
 
 def writable_folder(folder: Path | None) -> Path | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from bifolio.cli.places import writable_folder
+from bifolio.cli.places import plain, writable_folder
 from bifolio.errors import ConfigError, cause_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ Output = Annotated[
     int | None, _option(_WORK, "Output tokens.", show_default="1000", metavar="N", min=1)
 ]
 Trace = Annotated[
-    Path | None, _option(_WORK, "Lengths from a trace of Azure or Mooncake.", metavar="FILE")
+    Path | None,
+    _option(_WORK, "Lengths from a trace of Azure or Mooncake.", metavar="FILE", callback=plain),
 ]
 MaxConcurrency = Annotated[
     int | None, _option(_WORK, "Most requests at once, for the best plan.", metavar="N", min=1)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bifolio.cli.machine import read_limits, read_processor
 from bifolio.errors import UnsupportedError
 from bifolio.formats import BF16, WeightFormat
+from bifolio.machine import read_limits, read_processor
 from bifolio.planner.hardware import Device
 from bifolio.words import counted
 
@@ -24,11 +24,11 @@ def measure_machine(memory_bytes: int | None) -> Device:
     """Bytes and operations a second of the native kernels, the best of a few runs.
 
     One row times weights that no cache holds reads at memory speed; many rows multiply at the
-    arithmetic units' speed. `memory_bytes` None takes the memory that this process may use.
+    arithmetic units' speed. `memory_bytes` None takes what a process could take now.
     UnsupportedError where the native kernels are not built, or the memory is not known.
     """
     limits, processor = read_limits(), read_processor()
-    memory = memory_bytes or limits.memory_limit or limits.memory_total
+    memory = memory_bytes or limits.memory_usable
     if memory is None:
         raise UnsupportedError("this system does not tell its memory; say --memory")
     try:

@@ -5,7 +5,6 @@ No weights are read, only headers, and no torch is loaded.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.config import parse_bytes
-from bifolio.errors import CheckpointError, ConfigError, cause_of
+from bifolio.errors import CheckpointError, ConfigError
 from bifolio.formats import BF16, PrecisionPlan, WeightFormat
+from bifolio.input_files import read_object, visible
 from bifolio.models.gguf import KEPT, TYPES, GGUFFile, GGUFTensor
 from bifolio.models.gguf_spec import gguf_spec
 from bifolio.planner.hardware import Device, find_device
@@ -81,17 +81,14 @@ def find_hardware(name: str, memory: str | None, efficiency: int) -> Device:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+    found = read_object(path)
+    if found is None:
+        raise CheckpointError(f"{path.parent} holds no {path.name}")
     return found
 
 
 def _on_disk(folder: Path) -> tuple[str, ...]:
-    files = list(folder.glob("*.safetensors"))
+    files = [path for path in visible(folder, "*.safetensors") if path.is_file()]
     if not files:
         return ()
     size = sum(file.stat().st_size for file in files)

@@ -1,11 +1,14 @@
-"""Progress of downloads and of loading: bars for people, log lines for programs."""
+"""Progress of downloads, of loading and of long runs: bars for people, log lines for programs."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -18,15 +21,36 @@ from rich.progress import (
 )
 from rich.table import Column
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 LOG_SECONDS = 1.0
 """Shortest time between two log lines, but that a new stage is told at once."""
+
+LONG_LOG_SECONDS = 30.0
+"""The same of commands that run for minutes or hours; they log as often without news."""
 
 
 class Reporter(Protocol):
     """Takes news of how far a stage has come. Usable as a context manager."""
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """`done` of `total` units; a total of 0 is not known yet."""
+    def __call__(
+        self,
+        stage: str,
+        done: int,
+        total: int,
+        *,
+        detail: str = "",
+        seconds_left: float | None = None,
+    ) -> None:
+        """`done` of `total` units; a total of 0 is not known yet.
+
+        `detail` is the part of the stage that runs now. Without `seconds_left` the time left is
+        estimated from the units so far.
+        """
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A block in which others may write to the terminal."""
 
     def __enter__(self) -> Self: ...
 
@@ -38,18 +62,44 @@ class Reporter(Protocol):
     ) -> None: ...
 
 
+class Pace:
+    """Estimates the time left of stages whose units take about the same time each."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._first: dict[str, tuple[float, int]] = {}
+        """When each stage was first seen, and the units that were done by then."""
+        self._done: dict[str, int] = {}
+
+    def seconds_left(self, stage: str, done: int, total: int) -> float | None:
+        """None before a unit is done, and where the total is not known."""
+        now = self._clock()
+        if done < self._done.get(stage, 0):
+            del self._first[stage]  # it has begun again
+        self._done[stage] = done
+        began, before = self._first.setdefault(stage, (now, done))
+        if done == before or total <= 0:
+            return None
+        return max(0, total - done) * (now - began) / (done - before)
+
+
 class Bars:
     """A bar per stage on a terminal, gone at the end."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._bars = Progress(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),
-            BarColumn(bar_width=30),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)
+            ),
+            BarColumn(bar_width=20),
             TaskProgressColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
+            redirect_stdout=False,  # results may go to a file
         )
+        self._pace = Pace(clock)
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
@@ -64,28 +114,69 @@ class Bars:
     ) -> None:
         self._bars.stop()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See `Reporter.paused`."""
+        self._bars.stop()
+        try:
+            yield
+        finally:
+            self._bars.start()
+
+    def __call__(
+        self,
+        stage: str,
+        done: int,
+        total: int,
+        *,
+        detail: str = "",
+        seconds_left: float | None = None,
+    ) -> None:
         if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=None)
-        self._bars.update(self._tasks[stage], completed=done, total=total or None)
+            self._tasks[stage] = self._bars.add_task(stage, total=None, left="")
+        if seconds_left is None:
+            seconds_left = self._pace.seconds_left(stage, done, total)
+        self._bars.update(
+            self._tasks[stage],
+            completed=done,
+            total=total or None,
+            description=detail or stage,
+            left="" if seconds_left is None else f"{time_text(seconds_left)} left",
+        )
 
 
 class LogLines:
-    """An event `progress` with `stage`, `done` and `total`, not too often.
+    """An event `progress` with `stage`, `done` and `total`, at most every `seconds`.
 
-    The last news are written at the end, if they have not been.
+    `detail` and `seconds_left`, whole seconds, are in it where they are known. The last news are
+    written at the end, if they have not been. With `steady` a line comes every `seconds` even
+    without news, so that nobody takes a long step for a standstill.
     """
 
     def __init__(
-        self, log: Callable[..., Any], clock: Callable[[], float] = time.monotonic
+        self,
+        log: Callable[..., Any],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        seconds: float = LOG_SECONDS,
+        steady: bool = False,
     ) -> None:
         self._log = log
         self._clock = clock
+        self._seconds = seconds
+        self._pace = Pace(clock)
         self._stages: set[str] = set()
         self._last = 0.0
-        self._held: tuple[str, int, int] | None = None
+        self._news: dict[str, Any] = {}
+        self._ends_at: float | None = None
+        self._written = True
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True) if steady else None
 
     def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def __exit__(
@@ -94,18 +185,78 @@ class LogLines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None and self._held is not None:
-            self._write(*self._held)
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if kind is None and not self._written:
+            self._write()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = self._clock()
-        if stage not in self._stages or now - self._last >= LOG_SECONDS:
-            self._stages.add(stage)
-            self._last = now
-            self._write(stage, done, total)
-        else:
-            self._held = (stage, done, total)
+    def paused(self) -> AbstractContextManager[None]:
+        """See `Reporter.paused`: lines disturb nobody."""
+        return nullcontext()
 
-    def _write(self, stage: str, done: int, total: int) -> None:
-        self._held = None
-        self._log("progress", stage=stage, done=done, total=total)
+    def __call__(
+        self,
+        stage: str,
+        done: int,
+        total: int,
+        *,
+        detail: str = "",
+        seconds_left: float | None = None,
+    ) -> None:
+        with self._lock:
+            if seconds_left is None:
+                seconds_left = self._pace.seconds_left(stage, done, total)
+            now = self._clock()
+            self._ends_at = None if seconds_left is None else now + seconds_left
+            self._news = {"stage": stage, "done": done, "total": total}
+            self._news |= {"detail": detail} if detail else {}
+            self._written = False
+            if stage not in self._stages or now - self._last >= self._seconds:
+                self._stages.add(stage)
+                self._write()
+
+    def _repeat(self) -> None:
+        while not self._over.wait(self._seconds / 2):
+            self.repeat()
+
+    def repeat(self) -> None:
+        """Write the last news again if the last line is old."""
+        with self._lock:
+            if self._news and self._clock() - self._last >= self._seconds:
+                self._write()
+
+    def _write(self) -> None:
+        self._last, self._written = self._clock(), True
+        left = {}
+        if self._ends_at is not None:
+            left["seconds_left"] = round(max(0.0, self._ends_at - self._last))
+        self._log("progress", **self._news, **left)
+
+
+def reporter(level: str = "warning") -> Reporter:
+    """For commands that run for long: bars on a terminal, elsewhere log lines on standard error.
+
+    Of other events those of `level` and above are logged.
+    """
+    import structlog
+
+    from bifolio.engine.logs import configure
+
+    screen = Console(stderr=True)
+    configure(level, for_people=screen.is_terminal)
+    if screen.is_terminal:
+        return Bars(screen)
+    logging.getLogger("bifolio.progress").setLevel(logging.INFO)
+    log = structlog.get_logger("bifolio.progress")
+    return LogLines(log.info, seconds=LONG_LOG_SECONDS, steady=True)
+
+
+def time_text(seconds: float) -> str:
+    """`40 s`, `12 min`, `1 h 20 min`."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"

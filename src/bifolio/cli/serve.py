@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bifolio.cli.places import plain
+
 
 class Kernels(StrEnum):
     """Choices of --kernels."""
@@ -36,6 +38,13 @@ class Experts(StrEnum):
 
     MEMORY = "memory"
     MAPPED = "mapped"
+
+
+class GenerationConfig(StrEnum):
+    """Choices of --generation-config."""
+
+    AUTO = "auto"
+    NONE = "none"
 
 
 class LogLevel(StrEnum):
@@ -100,7 +109,12 @@ KernelSet = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    _option(FORMATS, "Threads of the kernels; 0 takes all cores that are allowed.", "0", "N"),
+    _option(
+        FORMATS,
+        "Threads of the kernels; 0 takes all cores that affinity and quota allow.",
+        "0",
+        "N",
+    ),
 ]
 ExpertsIn = Annotated[
     Experts | None,
@@ -163,6 +177,54 @@ ApiKeys = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        help="Host name that requests to a loopback address may use; may be repeated, * for any.",
+        metavar="NAME",
+        show_default="localhost and addresses; any with an API key",
+        rich_help_panel=NETWORK,
+    ),
+]
+SharePrefixCache = Annotated[
+    bool | None,
+    _option(
+        CACHE,
+        "Share cached prefixes between API keys: faster, but timing tells what others asked.",
+        "off",
+        None,
+        "--share-prefix-cache/--no-share-prefix-cache",
+    ),
+]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin",
+        help="Origin of web pages that may use the server; may be repeated, * for any.",
+        metavar="ORIGIN",
+        show_default="none; pages of this machine with an API key",
+        rich_help_panel=NETWORK,
+    ),
+]
+MaxConnections = Annotated[
+    int | None,
+    _option(
+        LIMITS,
+        "Connections at a time; more get HTTP 503. 0: twice the queue, 4096 or more.",
+        "0",
+        "N",
+    ),
+]
+MaxConnectionsPerAddress = Annotated[
+    int | None,
+    _option(
+        LIMITS,
+        "Connections of one client address; more get HTTP 429. 0: half of all.",
+        "0",
+        "N",
+    ),
+]
 AdminKey = Annotated[
     str | None,
     typer.Option(
@@ -179,6 +241,17 @@ ServedName = Annotated[
 ]
 ChatTemplate = Annotated[
     str | None, _option(NETWORK, "A jinja2 file to use as chat template.", "the model's", "FILE")
+]
+Recommended = Annotated[
+    GenerationConfig | None,
+    _option(
+        NETWORK,
+        "auto samples by the model's generation_config.json (or GGUF metadata) where a request "
+        "leaves a parameter out.",
+        "auto",
+        None,
+        "--generation-config",
+    ),
 ]
 DrainSeconds = Annotated[
     float | None,
@@ -198,6 +271,7 @@ ConfigFile = Annotated[
     typer.Option(
         help="TOML file with these options, spelled with _ for -; the command line wins.",
         metavar="FILE.toml",
+        callback=plain,
     ),
 ]
 Level = Annotated[
@@ -231,9 +305,15 @@ def serve(
     host: Host = None,
     port: Port = None,
     api_keys: ApiKeys = None,
+    allowed_hosts: AllowedHosts = None,
+    cors_origins: CorsOrigins = None,
+    share_prefix_cache: SharePrefixCache = None,
+    max_connections: MaxConnections = None,
+    max_connections_per_address: MaxConnectionsPerAddress = None,
     admin_key: AdminKey = None,
     served_name: ServedName = None,
     chat_template: ChatTemplate = None,
+    generation_config: Recommended = None,
     drain_seconds: DrainSeconds = None,
     request_timeout: RequestTimeout = None,
     config: ConfigFile = None,
@@ -281,8 +361,14 @@ def serve(
         "port": port,
         "admin_key": admin_key or None,
         "api_keys": tuple(api_keys) if api_keys else None,
+        "allowed_hosts": tuple(allowed_hosts) if allowed_hosts else None,
+        "share_prefix_cache": share_prefix_cache,
+        "cors_origins": tuple(cors_origins) if cors_origins else None,
+        "max_connections": max_connections,
+        "max_connections_per_address": max_connections_per_address,
         "served_name": served_name,
         "chat_template": chat_template,
+        "generation_config": generation_config.value if generation_config is not None else None,
         "drain_seconds": drain_seconds,
         "request_timeout": request_timeout,
     }

@@ -14,6 +14,7 @@ from bifolio import __version__
 from bifolio.cli.console import bytes_text
 from bifolio.config import ServerConfig, size_text
 from bifolio.engine.messages import Hello
+from bifolio.models.default_sampling import DefaultSampling
 
 _QUESTION = "What is the capital of France?"
 
@@ -39,11 +40,19 @@ class Summary:
     integrity: bool
     prefix_cache: bool
     api_key_needed: bool
+    sampling: str
+    """What the model's files recommend, where that differs from our defaults."""
     start_seconds: float
 
     @classmethod
     def of(
-        cls, config: ServerConfig, hello: Hello, url: str, name: str, start_seconds: float
+        cls,
+        config: ServerConfig,
+        hello: Hello,
+        url: str,
+        name: str,
+        sampling: DefaultSampling,
+        start_seconds: float,
     ) -> Summary:
         """Put together what was configured and what the engine made of it."""
         return cls(
@@ -66,6 +75,7 @@ class Summary:
             integrity=config.engine.integrity,
             prefix_cache=config.engine.prefix_cache,
             api_key_needed=bool(config.api_keys),
+            sampling=str(sampling),
             start_seconds=round(start_seconds, 3),
         )
 
@@ -114,6 +124,7 @@ def show(summary: Summary, screen: Console) -> None:
         ),
         ("checks", ", ".join(checks)),
         ("context", summary.context),
+        *((("sampling", summary.sampling),) if summary.sampling else ()),
         ("address", f"{summary.url}/v1"),
     ):
         table.add_row(name, value)

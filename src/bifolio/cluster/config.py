@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from bifolio.config import ServerConfig, resolve
 from bifolio.errors import ConfigError, cause_of
+from bifolio.input_files import parse_toml, read_text
 
 
 class PoolResources(BaseModel):
@@ -60,8 +60,8 @@ def read_cluster(file: Path, options: dict[str, Any]) -> tuple[ServerConfig, Clu
     were reserved for it.
     """
     try:
-        content = tomllib.loads(file.read_text())
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+        content = parse_toml(read_text(file, pipe=True))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the cluster's file {file}: {cause_of(error)}") from error
     table = content.pop("cluster", {})
     if content.setdefault("transport", "tcp") != "tcp":

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bifolio.compress.coded import Stored
-from bifolio.compress.layout import ITEM_BYTES, Shard
-from bifolio.models.shards import DTYPES, INDEX
+from bifolio.compress.layout import Shard
+from bifolio.models.shards import DTYPES, INDEX, ITEM_BYTES
 
 _ALIGN = 8
 

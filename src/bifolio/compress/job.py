@@ -9,7 +9,6 @@ configuration and the index, then the report, and `.compress/` goes.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,8 @@ from bifolio.compress.report import (
 )
 from bifolio.compress.rtn import round_to_nearest
 from bifolio.compress.source import SourceModel
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, cause_of
+from bifolio.input_files import LARGE_BYTES, parse_json, read_text, visible
 from bifolio.models.shards import DTYPES, INDEX
 from bifolio.models.source import ORIGIN
 
@@ -154,7 +154,7 @@ class Job:
         for i, shard in enumerate(self._shards):
             rows = self._state / f"{shard.file}.json"
             if (self._target / shard.file).exists() and rows.exists():
-                errors += [MatrixError(**row) for row in json.loads(rows.read_text())]
+                errors += [MatrixError(**row) for row in _own_json(rows)]
                 done += sum(numbers(p) for unit in shard.units for p in unit.pieces)
                 resumed = self._kept(i)
                 continue
@@ -191,7 +191,7 @@ class Job:
         identity |= {"source": self._source.identity, "layout": digest.hexdigest()}
         made = self._state / "job.json"
         if made.exists():
-            before = json.loads(made.read_text())
+            before = _own_json(made)
             changed = [key for key in identity if before.get(key) != identity[key]]
             if changed:
                 raise ConfigError(
@@ -199,13 +199,13 @@ class Job:
                     f"was another ({before.get('recipe')}); go on with that, or delete the folder"
                 )
             return
-        if self._target.exists() and any(self._target.iterdir()):
+        if self._target.exists() and visible(self._target, "*"):
             raise ConfigError(f"{self._target} is not empty; give a new folder")
         self._state.mkdir(parents=True, exist_ok=True)
         write_json(made, identity)
 
     def _describe(self) -> None:
-        for path in sorted(self._source.path.iterdir()):
+        for path in visible(self._source.path, "*"):
             skipped = path.name in _NOT_COPIED or path.suffix in _WEIGHT_FILES
             if path.is_file() and not skipped and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self._target / path.name)
@@ -232,6 +232,17 @@ class Job:
             layers=layer_errors(errors),
             notes=tuple(notes),
         )
+
+
+def _own_json(path: Path) -> Any:
+    """What an earlier run has written in `.compress/`."""
+    try:
+        return parse_json(read_text(path, LARGE_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot go on with {path.parent.parent}: {path.name}: {cause_of(error)}; delete the "
+            "folder"
+        ) from error
 
 
 def _bytes_before(source: SourceModel, entries: Mapping[str, Entry]) -> dict[str, int]:

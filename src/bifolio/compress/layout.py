@@ -14,6 +14,7 @@ from math import prod
 from bifolio.compress.catalogue import Entry
 from bifolio.compress.coded import Stored, stored_tensors
 from bifolio.compress.recipe import Recipe
+from bifolio.models.shards import ITEM_BYTES
 from bifolio.planner.shapes import Kind
 
 SHARD_BYTES = 5 * 10**9
@@ -22,7 +23,6 @@ SHARD_BYTES = 5 * 10**9
 OTHER, CACHE_SCALES = "other", "cache_scales"
 """Kinds of tensors that are no parameters of the language model."""
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
 _SCALE = re.compile(r"\.self_attn\.[\w.]+_scale$")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

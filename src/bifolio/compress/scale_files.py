@@ -8,7 +8,6 @@ no word for it, and engines look for the tensors.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bifolio.compress.config import cache_scheme
 from bifolio.compress.files import TensorFile, write_json
 from bifolio.compress.source import SourceModel
 from bifolio.errors import CheckpointError
+from bifolio.input_files import LARGE_BYTES, read_object, visible
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.models.shards import INDEX
 from bifolio.models.source import ORIGIN
@@ -68,11 +68,10 @@ def _tensors(prefix: str, scales: CacheScales, by_head: bool) -> dict[str, Tenso
 
 
 def _index(source: SourceModel) -> dict[str, Any]:
-    path = source.path / INDEX
-    if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
+    found = read_object(source.path / INDEX, LARGE_BYTES)
+    if found is not None:
         return found
-    only = next(source.path.glob("*.safetensors")).name
+    only = visible(source.path, "*.safetensors")[0].name
     return {"weight_map": dict.fromkeys(source.nbytes, only)}
 
 

@@ -44,11 +44,11 @@ class SourceModel:
         self.path = source.path
         self.spec = source.spec
         self.config: dict[str, Any] = source.config
+        self.tensors = FAMILIES[self.spec.architecture](self.spec)
         self._files = SafetensorsFolder(source.path)
-        self._view = WithoutScales(plain_view(self._files, self.spec))
+        self._view = WithoutScales(plain_view(self._files, self.spec, self.tensors.buffers))
         self._weights = GateAndUp(StoredWeights(self._view, read_quantization(self.config)))
         self.shapes = self._weights.shapes
-        self.tensors = FAMILIES[self.spec.architecture](self.spec)
         check_tensors(self.tensors, self)
 
     @property

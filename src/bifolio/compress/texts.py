@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError, cause_of
+from bifolio.input_files import DATA_BYTES, parse_json, read_text
 
 PIECE = 512
 """Most tokens of a piece."""
@@ -65,24 +66,34 @@ def read_texts(
 
 def _documents(path: Path, encode: Callable[[str], list[int]], vocab: int) -> Iterator[list[int]]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} as UTF-8 text: {cause_of(error)}") from error
+        text = read_text(path, DATA_BYTES, pipe=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
     if path.suffix != ".jsonl":
-        yield encode(text)
+        yield _checked(encode(text), vocab, str(path))
         return
     for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold other line breaks
         if line.strip():
             yield _line(line, encode, vocab, f"{path}, line {number}")
 
 
+def _checked(ids: list[int], vocab: int, where: str) -> list[int]:
+    """A tokenizer may have more tokens than the model has rows."""
+    if (most := max(ids, default=0)) >= vocab:
+        raise ConfigError(
+            f"{where}: the tokenizer writes token {most}, but the model has {vocab}; remove that "
+            "token from the text"
+        )
+    return ids
+
+
 def _line(line: str, encode: Callable[[str], list[int]], vocab: int, where: str) -> list[int]:
     try:
-        found: Any = json.loads(line)
+        found: Any = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: no JSON ({error})") from error
     if isinstance(found, dict) and isinstance(found.get("text"), str):
-        return encode(found["text"])
+        return _checked(encode(found["text"]), vocab, where)
     ids = found.get("tokens") if isinstance(found, dict) else None
     if isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids):
         return ids

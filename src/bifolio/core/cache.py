@@ -6,7 +6,7 @@ one may be open. When the pool is short, cached pages are evicted, oldest use fi
 
 Provenance. All positions below the prompt's length are written by the prefill weights, all later
 ones by the decode weights. A page wholly below the prompt's length is keyed by its tokens alone,
-under the root of (tenant salt, prefill writer). Any other page also depends on where the prompt
+under the root of (cache salt, prefill writer). Any other page also depends on where the prompt
 ended if the two writers differ; its key then names the decode writer and that length, so it can
 only be met again by a request for which the same bytes would be computed, such as the same one
 resumed after preemption. `reuse_decoded` drops that distinction and shares them like the others.
@@ -35,13 +35,17 @@ class PageTable:
         "page_ids",
         "prompt_len",
         "tags",
+        "tenant",
         "token_ids",
     )
 
-    def __init__(self, token_ids: array[int], prompt_len: int, decode_key: bytes) -> None:
+    def __init__(
+        self, token_ids: array[int], prompt_len: int, decode_key: bytes, tenant: str
+    ) -> None:
         self.token_ids = token_ids
         self.prompt_len = prompt_len
         self.decode_key = decode_key
+        self.tenant = tenant
         self.page_ids: list[int] = []
         self.tags: list[int] = []
         self.computed = 0
@@ -90,14 +94,23 @@ class CacheManager:
         """Pages that `reserve` can still hand out: free ones and those only the tree holds."""
         return self.pool.free + self.pool.cached
 
+    def held(self) -> dict[str, int]:
+        """Pages that the tables of each tenant hold, shared ones counted once for each tenant."""
+        pages: dict[str, set[int]] = {}
+        for table in self._tables.values():
+            pages.setdefault(table.tenant, set()).update(table.page_ids)
+        return {tenant: len(found) for tenant, found in pages.items()}
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def open(self, token_ids: array[int], prompt_len: int, salt: str, limit: int) -> PageTable:
-        """A table that starts with the cached pages that fit below position `limit`."""
+    def open(
+        self, token_ids: array[int], prompt_len: int, salt: str, limit: int, tenant: str = ""
+    ) -> PageTable:
+        """A table that starts with the cached pages of `salt` that fit below position `limit`."""
         differ = self._prefill_writer != self._decode_writer and not self._reuse_decoded
         decode_key = struct.pack("<QI", self._decode_writer, prompt_len) if differ else b""
-        table = PageTable(token_ids, prompt_len, decode_key)
+        table = PageTable(token_ids, prompt_len, decode_key, tenant)
         self._tables[id(table)] = table
         if self._prefix_cache:
             keys = (self._key(table, i) for i in range(limit // self.page_size))

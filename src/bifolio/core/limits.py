@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 
 from bifolio.errors import RequestError
-from bifolio.request import Request
+from bifolio.request import Request, context_exceeded
 from bifolio.words import counted
 
 
@@ -20,8 +20,9 @@ class Limits:
     """Bounds of requests and steps: tokens of a request, rows and tokens of a step, queue length.
 
     `max_step_logits` bounds the prompt positions of a step whose logits are wanted: a row of logits
-    is as long as the vocabulary. `stall_seconds` without a computed token, while work waits, count
-    as a stall.
+    is as long as the vocabulary. `max_shared_prefill` bounds the prompt tokens of a step while
+    several tenants have requests, so that the prompts of one do not make each token of another wait
+    for seconds. `stall_seconds` without a computed token, while work waits, count as a stall.
     """
 
     max_model_len: int
@@ -29,6 +30,7 @@ class Limits:
     max_step_tokens: int = 2048
     max_waiting: int = 1024
     max_step_logits: int = 256
+    max_shared_prefill: int = 256
     stall_seconds: float = 60.0
 
     def longest(self, pages: int, page_size: int) -> int:
@@ -42,7 +44,7 @@ class Limits:
             raise RequestError("prompt: it is empty; give at least one token", param="prompt")
         limit = self.longest(pages, page_size)
         if prompt + asked > limit:
-            raise self._too_long(prompt, asked, limit, pages, page_size)
+            raise _too_long(prompt, asked, limit)
         try:
             return array("I", request.prompt_ids)
         except (OverflowError, TypeError) as error:
@@ -50,21 +52,11 @@ class Limits:
                 f"prompt: not a list of token ids: {error}", param="prompt"
             ) from None
 
-    def _too_long(
-        self, prompt: int, asked: int, limit: int, pages: int, page_size: int
-    ) -> RequestError:
-        why = f"the context length is {limit} tokens"
-        if limit < self.max_model_len:
-            why = f"the KV cache holds {limit} tokens ({pages} pages of {page_size})"
-        if prompt >= limit:
-            text = f"prompt: {prompt} tokens leave no room for an answer, since {why}; shorten it"
-        else:
-            text = (
-                f"max_tokens: {asked} after a prompt of {counted(prompt, 'token')} is too much, "
-                f"since {why}; "
-                f"ask for at most {limit - prompt}"
-            )
-        if limit < self.max_model_len:
-            text += " or start the server with more cache_memory"
-        param = "prompt" if prompt >= limit else "max_tokens"
-        return RequestError(text, param=param, code="context_length_exceeded")
+
+def _too_long(prompt: int, asked: int, limit: int) -> RequestError:
+    has = f"it has {counted(prompt, 'token')}"
+    if prompt >= limit:
+        details = f": {has}, and at least one more is for the answer"
+        return context_exceeded(limit, details, "prompt")
+    details = f" for an answer of {asked}: {has}, so at most {limit - prompt} are possible"
+    return context_exceeded(limit, details, "max_tokens")

@@ -26,6 +26,7 @@ class Sequence:
         "lost_tokens",
         "max_len",
         "output_ids",
+        "overtaken",
         "pages_checked",
         "planned",
         "prompt_len",
@@ -37,8 +38,8 @@ class Sequence:
         "sampling",
         "stop_ids",
         "table",
+        "tenant",
         "token_ids",
-        "uncharged",
     )
 
     def __init__(
@@ -47,6 +48,7 @@ class Sequence:
         self.request = request
         self.id = request.id
         self.sampling = request.sampling
+        self.tenant = request.tenant
         self.salt = request.cache_salt
         self.token_ids = token_ids
         self.prompt_len = len(request.prompt_ids)
@@ -66,9 +68,9 @@ class Sequence:
         """Tokens that had been computed when the request was preempted the last time."""
         self.cached_tokens = -1
         """Prompt tokens found in the cache at the first admission; -1 before it."""
+        self.overtaken = 0
+        """Requests of other tenants admitted while this one was next in line and did not fit."""
         self.pages_checked = 0
-        self.uncharged = 0
-        """Generated tokens that the tenant has not been charged for."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         """Of tokens 1 …, as far as computed; None when not wanted, or already sent."""
         if request.sampling.prompt_logprobs is not None:
@@ -129,6 +131,14 @@ class Sequence:
         self.reused_pages = 0
         self.planned = True
         return row
+
+    def unplan(self) -> int:
+        """Take back the row of the step in the making: how many tokens it had."""
+        row = self.row
+        assert row is not None and self.planned
+        self.reused_pages = row.reused_pages  # no step has read them yet
+        self.planned = False
+        return len(row.token_ids)
 
     def collect(self, row: StepRow, result: RowResult) -> None:
         """Keep what a result adds to the totals; its token is the scheduler's business."""

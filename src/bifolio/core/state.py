@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
@@ -31,6 +32,7 @@ _COUNTERS = (
     "exhausted",
     "late",
     "integrity_faults",
+    "logits_faults",
     "adopted",
     "pages_lost",
 )
@@ -43,8 +45,11 @@ class Reservations(Protocol):
         """A page table for each of them."""
         ...
 
-    def give_way(self) -> bool:
-        """Release the latest one, since running requests need its pages; False if there is none."""
+    def give_way(self, tenant: str | None) -> bool:
+        """Release the latest one, of this tenant if any is given; False if there is none.
+
+        Running requests need its pages.
+        """
         ...
 
 
@@ -75,12 +80,16 @@ class SchedulerState:
         self._deadlines = Deadlines()
         self._step: Step | None = None
         self._planned: list[Sequence] = []
+        self._prefill: list[Sequence] = []
+        """Running requests with more than one token to compute and no row in this step yet."""
         self._budget = 0
         self._logits_left = 0
+        self._ran_out = False
+        """Pages ran out while this step was planned, and somebody was preempted."""
         self._news: list[Output] = []
         self._reserve = cache.page_size
-        self._blocked = False
-        """The head of the queue did not fit, and nobody has left since."""
+        self._blocked: list[Sequence] = []
+        """Requests that were next in line and did not fit, while nobody has left since."""
         self._arrivals = 0
         self._generations = 0
         self._last_progress = clock()
@@ -109,7 +118,7 @@ class SchedulerState:
     @property
     def _held_up(self) -> bool:
         """Nothing runs, and what waits needs pages that only transfers can let go of."""
-        return self._blocked and not self._running and self._others_keep_pages
+        return bool(self._blocked) and not self._running and self._others_keep_pages
 
     def _reserved_tables(self) -> Collection[PageTable]:
         return () if self.reserved is None else self.reserved.tables()
@@ -119,9 +128,11 @@ class SchedulerState:
         """Pages that neither run nor are cached will be free again without anybody's doing here."""
         return self.holds.keeps_pages or bool(self._reserved_tables())
 
-    @property
-    def _seats_taken(self) -> int:
-        return len(self._running) + len(self._reserved_tables())
+    def _seats_taken(self) -> Counter[str]:
+        """Seats by tenant, those of reservations among them."""
+        taken = Counter(sequence.tenant for sequence in self._running.values())
+        taken.update(table.tenant for table in self._reserved_tables())
+        return taken
 
     def stalled(self) -> str | None:
         """A dump of the state if work has waited too long without a token computed, else None."""
@@ -152,7 +163,7 @@ class SchedulerState:
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            tenants=self._queue.tenants,
+            tenants=len(self._queue.tenants),
             pages=pool.num_pages,
             free_pages=pool.free,
             cached_pages=pool.cached,
@@ -175,14 +186,16 @@ class SchedulerState:
         assert {s.id for s in self._queue} == set(self._waiting), "queue and index differ"
         tenants: dict[str, int] = {}
         for sequence in self._running.values():
-            tenants[sequence.salt] = tenants.get(sequence.salt, 0) + 1
+            tenants[sequence.tenant] = tenants.get(sequence.tenant, 0) + 1
             assert sequence.table is not None and sequence.row is not None
             assert sequence.table.computed < len(sequence.token_ids) < sequence.max_len + 1
             prompt_and_output = [*sequence.request.prompt_ids, *sequence.output_ids]
             assert sequence.token_ids.tolist() == prompt_and_output
         for sequence in self._waiting.values():
             assert sequence.table is None and sequence.row is None
-        assert len(self._running) <= self._seats
+        # Tenant k of those that take the seats of others has at most one part in k of them.
+        most = sum(self._seats // k for k in range(1, self._seats + 1))
+        assert len(self._running) <= most, "more run than the seats allow"
         assert self._deadlines.ids() <= {*self._running, *self._waiting}, (
             "a limit outlived its request"
         )

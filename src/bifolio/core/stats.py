@@ -46,3 +46,4 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     adopted: int
     pages_lost: int
     integrity_faults: int
+    logits_faults: int

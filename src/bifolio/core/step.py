@@ -78,10 +78,10 @@ class PageFault:
 
 @dataclass(frozen=True, slots=True)
 class LogitsFault:
-    """The model gave nothing but NaN to choose a token by."""
+    """The model gave logits that are not all finite numbers, so they mean nothing."""
 
     position: int
-    """Of the last token that it read."""
+    """Of the last token that it read for them."""
 
 
 @dataclass(slots=True)

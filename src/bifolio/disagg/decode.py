@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import structlog
 
+from bifolio.core.queue import MAX_OVERTAKEN
 from bifolio.disagg.document import root
 from bifolio.disagg.handshake import Agreement
 from bifolio.disagg.link import Link, LinkState
@@ -66,9 +67,10 @@ class PageSink(Protocol[R]):
         """A prefill worker is ready to send; PairError if its pages cannot be kept here."""
         ...
 
-    def reserve(self, request: Request) -> R:
+    def reserve(self, request: Request, *, overtakes: bool = False) -> R:
         """Room for the pages of the prompt, tagged and named by no block table.
 
+        With `overtakes` it passes a request of another tenant that waits for room.
         RequestError: never possible. OverloadedError: not now; asked again when it is polled.
         """
         ...
@@ -110,6 +112,8 @@ class _Incoming(Generic[R]):
     reservation: R | None = None
     """None while it waits for room."""
     known: int = 0
+    overtaken: int = 0
+    """Offers of other tenants that have been given room while this one waited for it."""
     proven: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(fill, digest) of the pages that have arrived, by index."""
 
@@ -320,16 +324,27 @@ class DecodeSide(Generic[R]):
         return sum(1 for _ in self._waiting())
 
     def _serve_queue(self) -> None:
-        """Reserve room in the order of the offers, as far as it goes."""
+        """Reserve room in the order of the offers.
+
+        One that does not fit lets those of other tenants pass, which must be within their shares.
+        """
+        blocked: dict[str, _Incoming[R]] = {}
         for incoming in list(self._waiting()):
-            try:
-                incoming.reservation = self._sink.reserve(incoming.request)
-            except OverloadedError:
+            if incoming.request.tenant in blocked:
+                continue
+            if any(other.overtaken >= MAX_OVERTAKEN for other in blocked.values()):
                 return
+            try:
+                incoming.reservation = self._sink.reserve(incoming.request, overtakes=bool(blocked))
+            except OverloadedError:
+                blocked[incoming.request.tenant] = incoming
+                continue
             except RequestError as error:
                 del self._incoming[incoming.offer.transfer]
                 self._decline(incoming.offer, Cause.REJECTED, str(error), param=error.param)
                 continue
+            for other in blocked.values():
+                other.overtaken += 1
             incoming.known = incoming.reservation.known
             incoming.moved = self.link.clock()
             self.link.send(

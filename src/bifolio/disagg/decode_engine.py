@@ -135,7 +135,7 @@ class DecodeEngine(Engine):
             self.kernels.pages,
             bind=self._bind,
             check=self._check,
-            room=lambda request, pages: self.scheduler.has_room(_here(request), pages),
+            room=self._find_room,
             admit=self._adopt,
             withdraw=self._withdraw,
         )
@@ -159,12 +159,15 @@ class DecodeEngine(Engine):
             )
 
     def _check(self, request: Request) -> None:
-        self._check_ids(request)
+        self.check_ids(request.prompt_ids)
         request.sampling.check(self.spec.vocab)
+
+    def _find_room(self, request: Request, pages: int, *, overtakes: bool) -> bool:
+        return self.scheduler.find_room(_here(request), pages, overtakes=overtakes)
 
     def _adopt(self, request: Request, table: PageTable, result: PrefillResult) -> None:
         known = result.known
-        if not 0 <= result.token < self.spec.vocab or (known and known[0] != result.token):
+        if result.token not in self.tokens or (known and known[0] != result.token):
             text = (
                 f"prompt: prefill chose token {result.token}, which cannot be; known: {known[:1]}"
             )

@@ -9,7 +9,9 @@ from pathlib import Path
 from bifolio.disagg.handshake import page_shape
 from bifolio.disagg.messages import PROTOCOL_VERSION, Hello, ModelPrint, Role
 from bifolio.engine.engine import Engine
+from bifolio.errors import CheckpointError, cause_of
 from bifolio.formats import Phase
+from bifolio.input_files import LARGE_BYTES, read_bytes
 from bifolio.models.source import ModelSource, resolve_source
 
 REGION = "local"
@@ -66,5 +68,10 @@ def _tokenizer_digest(source: ModelSource) -> str:
     for name in _TOKENIZER_FILES:
         path = Path(source.path, name)
         digest.update(name.encode())
-        digest.update(path.read_bytes() if path.is_file() else b"")
+        try:
+            digest.update(read_bytes(path, LARGE_BYTES))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
     return digest.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from bifolio.core import CacheManager
 from bifolio.core.cache import PageTable
@@ -20,8 +21,11 @@ Admit = Callable[[Request, PageTable, PrefillResult], None]
 """Takes a request into the engine (`Scheduler.adopt`): the table is the engine's from then on, and
 its prompt computed. RequestError if the result cannot be (a token beyond the vocabulary)."""
 
-Room = Callable[[Request, int], bool]
-"""Whether so many more pages may be taken for a request now, beside those that all others need."""
+
+class Room(Protocol):
+    """Finds room for a request (`Scheduler.find_room`)."""
+
+    def __call__(self, request: Request, pages: int, *, overtakes: bool) -> bool: ...
 
 
 class PoolReservation:
@@ -70,20 +74,20 @@ class PoolSink:
         """Page tables of the transfers under way."""
         return [reservation.table for reservation in self._open.values()]
 
-    def give_way(self) -> bool:
-        """Release the latest reservation, since running requests need its pages."""
-        if not self._open:
-            return False
-        reservation = self._open[next(reversed(self._open))]
-        self.release(reservation)
-        reservation.lost = True
-        return True
+    def give_way(self, tenant: str | None) -> bool:
+        """See `Reservations.give_way`."""
+        for reservation in reversed(self._open.values()):
+            if tenant in (None, reservation.table.tenant):
+                self.release(reservation)
+                reservation.lost = True
+                return True
+        return False
 
     def connect(self, agreement: Agreement) -> None:
         assert agreement.target == self._pool.spec, "the Hello described another pool"
         self._bind(agreement.writer)
 
-    def reserve(self, request: Request) -> PoolReservation:
+    def reserve(self, request: Request, *, overtakes: bool = False) -> PoolReservation:
         self._check(request)
         cache, length = self._cache, len(request.prompt_ids)
         try:
@@ -92,10 +96,11 @@ class PoolSink:
             raise RequestError(
                 f"prompt: not a list of token ids: {error}", param="prompt"
             ) from None
-        table = cache.open(token_ids, length, request.cache_salt, length)
+        table = cache.open(token_ids, length, request.cache_salt, length, request.tenant)
         need = cache.pages_for(length) - len(table.page_ids)
         reservation = PoolReservation(table)
-        if not self._room(request, need) or not cache.reserve(table, length):
+        room = self._room(request, need, overtakes=overtakes)
+        if not room or not cache.reserve(table, length):
             cache.release(table)
             raise OverloadedError("the decode side has no free pages", retry_after=0.0)
         # Now, not with the next step: what arrives before it must not be stamped over.

@@ -155,6 +155,11 @@ class PoolRouter:
         return [member.view() for member in self.fleet.members]
 
     @property
+    def restarts(self) -> int:
+        """Worker processes that took the place of a dead one."""
+        return sum(member.restarts for member in (*self.fleet.prefill, *self.fleet.decode))
+
+    @property
     def resent(self) -> Mapping[str, int]:
         """Attempts that were made again, by cause."""
         return self._resent
@@ -185,6 +190,7 @@ class PoolRouter:
         assert not set(ids) & set(self._open), "a request with this id is open"
         self._open |= dict.fromkeys(ids, news)
         tasks = {r.id: asyncio.create_task(self._serve(r, news)) for r in requests}
+        submitted, held = set(ids), list[Output]()
         try:
             while any(request_id in self._open for request_id in ids):
                 item = await news.get()
@@ -193,7 +199,12 @@ class PoolRouter:
                 if item is not None and item.id in self._open:
                     if item.finish is not None:
                         del self._open[item.id]
-                    yield item
+                    held.append(item)
+                    submitted.discard(item.id)
+                if submitted.isdisjoint(self._open):
+                    for output in held:
+                        yield output
+                    held.clear()
                 self._end_aborted(tasks)
         finally:
             for request_id in ids:
@@ -378,7 +389,11 @@ async def _both(
     first = asyncio.create_task(anext(from_one))
     second = asyncio.create_task(anext(from_other))
     try:
-        await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+        admitted = await first
+        if admitted.finish is None:  # else both news came as one: this reader was slow
+            yield admitted
+            first = asyncio.create_task(anext(from_one))
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not second.done():
             output = first.result()
             if output.finish is not FinishReason.HANDOFF:

@@ -222,6 +222,7 @@ class ChatTemplate:
     ) -> None:
         environment = _Environment()
         self.origin = source.origin
+        self.text = source.texts.get("default", "")
         self._named = dict(named)
         self.marks = control_marks(added_texts, source.texts.values())
         try:

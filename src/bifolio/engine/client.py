@@ -62,11 +62,13 @@ _CLOSE_SECONDS = 5.0
 class _Mailbox:
     """Outputs that their reader has not taken yet, joined to one for each request."""
 
-    __slots__ = ("_error", "_outputs", "_waiter", "open")
+    __slots__ = ("_error", "_outputs", "_submitted", "_waiter", "open")
 
-    def __init__(self, ids: Iterable[str]) -> None:
+    def __init__(self, ids: Iterable[str], *, submitted: bool) -> None:
         self.open = set(ids)
         """Requests that the engine may still speak of."""
+        self._submitted = set(self.open) if submitted else set()
+        """Those that it has neither admitted nor refused."""
         self._outputs: dict[str, Output] = {}
         self._error: BifolioError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -74,6 +76,7 @@ class _Mailbox:
     def put(self, output: Output) -> None:
         earlier = self._outputs.get(output.id)
         self._outputs[output.id] = output if earlier is None else _joined(earlier, output)
+        self._submitted.discard(output.id)
         self._wake()
 
     def fail(self, error: BifolioError) -> None:
@@ -81,8 +84,11 @@ class _Mailbox:
         self._wake()
 
     async def take(self) -> Collection[Output]:
-        """Wait for outputs, one for each request that has news; they come before an error."""
-        while not self._outputs:
+        """Wait for outputs, one for each request that has news; they come before an error.
+
+        But not before all requests are admitted, so that a refusal comes before any of them.
+        """
+        while not self._outputs or self._submitted:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -149,6 +155,10 @@ class EngineClient(Protocol):
     @property
     def open_requests(self) -> int:
         """Requests that somebody is reading."""
+
+    @property
+    def restarts(self) -> int:
+        """Engine processes that took the place of a dead one."""
 
     async def stop(self) -> None:
         """End all processes. Requests that are still open raise EngineDeadError."""
@@ -285,6 +295,11 @@ class AsyncEngine:
         return self._stats
 
     @property
+    def restarts(self) -> int:
+        """None: see `engine.supervisor`."""
+        return 0
+
+    @property
     def is_dead(self) -> bool:
         """The process has ended."""
         return self._dead is not None
@@ -322,12 +337,13 @@ class AsyncEngine:
     async def generate(self, *requests: Request) -> AsyncGenerator[Output, None]:
         """Submit requests and yield their news; the last output of each has a `finish`.
 
+        The first news come when the engine has admitted all, of each request an output at least.
         RequestError, OverloadedError: the engine refused one of them, and all end.
         EngineDeadError: the process ended. Closing the iterator, or cancelling the task that
         waits for it, aborts what is not finished; wrap it in `contextlib.aclosing`, so that
         leaving the loop early does that at once.
         """
-        mailbox = self._open(request.id for request in requests)
+        mailbox = self._open((request.id for request in requests), submitted=True)
         assert len(mailbox.open) == len(requests), "two requests have the same id"
         async with aclosing(self._read(mailbox, requests)) as outputs:
             async for output in outputs:
@@ -338,10 +354,10 @@ class AsyncEngine:
 
         News are kept from now on; the iterator must be run, or closed after it was begun.
         """
-        return self._read(self._open([request_id]), ())
+        return self._read(self._open([request_id], submitted=False), ())
 
-    def _open(self, ids: Iterable[str]) -> _Mailbox:
-        mailbox = _Mailbox(ids)
+    def _open(self, ids: Iterable[str], *, submitted: bool) -> _Mailbox:
+        mailbox = _Mailbox(ids, submitted=submitted)
         assert mailbox.open.isdisjoint(self._mailboxes), "a request with this id is open"
         self._mailboxes |= dict.fromkeys(mailbox.open, mailbox)
         return mailbox

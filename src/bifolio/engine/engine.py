@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import structlog
@@ -21,6 +21,7 @@ from bifolio.models.gguf import KEPT
 from bifolio.models.in_fact import FormatsInFact
 from bifolio.models.loader import LoadedModels, load_models
 from bifolio.models.source import resolve_source
+from bifolio.models.token_ids import token_ids
 from bifolio.request import Output, Request
 from bifolio.runtime.pool import KVPool
 from bifolio.runtime.provenance import writer_fingerprint
@@ -57,7 +58,7 @@ class Engine:
         self._config = config
         self._stalled = False
         source = resolve_source(config.model)
-        self.spec = source.spec
+        self.spec, self.tokens = source.spec, token_ids(source)
         page = PageSpec.of(self.spec, config.plan.prefill.cache, config.plan.page_size)
         pages = page.pages_in(config.cache_memory)
         if pages < 1:
@@ -91,7 +92,7 @@ class Engine:
         self.runner = ModelRunner(
             _runnable(self.models, self.kernels),
             self.pool,
-            Sampler(self.kernels.sampling, self.spec.stop_ids),
+            Sampler(self.kernels.sampling, self.spec.stop_ids, self.tokens),
             RunnerLimits(config.max_step_tokens, config.max_num_seqs, self.max_model_len),
             page_kernels=self.kernels.pages,
             integrity=config.integrity,
@@ -125,12 +126,13 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Put a request in line; RequestError or OverloadedError refuse it."""
-        self._check_ids(request)
+        self.check_ids(request.prompt_ids)
         request.sampling.check(self.spec.vocab)
         self.scheduler.add(request)
 
-    def _check_ids(self, request: Request) -> None:
-        for token in request.prompt_ids:
+    def check_ids(self, ids: Iterable[int]) -> None:
+        """RequestError for a token of a prompt that the model has no row for."""
+        for token in ids:
             if not 0 <= token < self.spec.vocab:
                 raise RequestError(
                     f"prompt: token id {token} must be at least 0 and below {self.spec.vocab}",
@@ -154,7 +156,8 @@ class Engine:
             return self.scheduler.fail(step, f"the engine failed: {type(error).__name__}: {error}")
         for row, result in zip(step.rows, results, strict=True):
             if result.fault is not None:
-                what = "cache integrity" if isinstance(result.fault, PageFault) else "no logits"
+                is_page = isinstance(result.fault, PageFault)
+                what = "cache integrity" if is_page else "logits that are not finite"
                 log.error(what, request=row.request_id, fault=result.fault)
         return self.scheduler.commit(step, results)
 
@@ -234,6 +237,7 @@ class Engine:
             prefix_hits=stats.hit_tokens,
             pages_checked=stats.pages_checked,
             integrity_failures=stats.integrity_faults,
+            logits_faults=stats.logits_faults,
             seals_checked=seals.checked if seals else 0,
             seal_failures=seals.failures if seals else 0,
             weight_bytes=self.models.nbytes,

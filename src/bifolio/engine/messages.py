@@ -4,8 +4,9 @@
     engine → front   Loading · Hello · Outputs · Refused · EngineStats · Fatal
                      Listening · PeerNews
 
-The order of one request: Submit, then either one Refused or Outputs until one of them has a
-`finish`. After an Abort the engine says nothing more about that request.
+The order of one request: Submit, then either one Refused, or one Output without news, which says
+that the request is in line, and Outputs until one of them has a `finish`. After an Abort the engine
+says nothing more about that request.
 
 Engines that share the phases of a request between them are introduced by the front end: a decode
 engine is told to Listen and answers where it does, a prefill engine is told to Connect there, and
@@ -105,7 +106,8 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine is ready. Ids are valid below `vocab`, which may exceed the tokenizer's length.
+    """The engine is ready. Ids are valid below `vocab`, which may exceed the tokenizer's length;
+    those without a token never come out.
 
     `stop_ids` are the end tokens that the checkpoint declares and the engine obeys. `pages` is
     the size of the pool; `plan`, `kernels` and `experts` (empty: in memory) are texts for people.
@@ -185,8 +187,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     Gauges hold at that moment; the others count since the start. `progress` moves whenever any
     request got nearer to its end (tokens computed and tokens emitted). Prefix queries and hits
     are in tokens. `weight_bytes` are kept in memory, mapped experts are not among them.
-    `integrity_failures` are requests that were ended, `seal_failures` pages whose
-    bytes had changed, whether a request met them or not.
+    `integrity_failures` and `logits_faults` are requests that were ended, `seal_failures` pages
+    whose bytes had changed, whether a request met them or not.
     """
 
     steps: int = 0
@@ -204,6 +206,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prefix_hits: int = 0
     pages_checked: int = 0
     integrity_failures: int = 0
+    logits_faults: int = 0
     seals_checked: int = 0
     seal_failures: int = 0
     weight_bytes: int = 0

@@ -7,9 +7,9 @@ the start, not at the first request.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,15 @@ from tokenizers import Tokenizer as Backend
 from bifolio.engine.chat_template import ChatTemplate, TemplateSource
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
-from bifolio.errors import CheckpointError, ConfigError, cause_of
+from bifolio.errors import BifolioError, CheckpointError, ConfigError, cause_of
+from bifolio.input_files import LARGE_BYTES, read_object, read_text, visible
 from bifolio.spec.fields import Fields
+from bifolio.words import cut, shown
 
 logger = logging.getLogger(__name__)
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,8 @@ def load_text_side(source: Path | Mapping[str, Any], chat_template: str = "") ->
     text with which the template ends an answer is an end token, too.
     CheckpointError and ConfigError name the file at fault.
     """
-    if isinstance(source, Path):
-        tokenizer = tokenizer_from_folder(source)
-        found = _template_in_folder(source)
-    else:
-        tokenizer = tokenizer_from_gguf(source)
-        found = _template_in_gguf(source)
+    tokenizer = load_tokenizer(source)
+    found = _template_in_folder(source) if isinstance(source, Path) else _template_in_gguf(source)
     if chat_template:
         found = _given_template(chat_template)
     return TextSide(tokenizer, None if found is None else compile_template(found, tokenizer))
@@ -70,6 +69,13 @@ def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTempla
     return template
 
 
+def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer alone; errors as of `load_text_side`."""
+    return (
+        tokenizer_from_folder(source) if isinstance(source, Path) else tokenizer_from_gguf(source)
+    )
+
+
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json of a checkpoint.
 
@@ -79,7 +85,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     try:
-        backend = Backend.from_str(path.read_text(encoding="utf-8"))
+        text = read_text(path, LARGE_BYTES)
     except FileNotFoundError as error:
         if not (folder / "config.json").exists():
             raise CheckpointError(
@@ -89,59 +95,55 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer.json; save one with transformers' "
             "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         ) from error
-    except Exception as error:  # the package raises bare Exception
-        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
-    settings = read_json(folder / "special_tokens_map.json") | read_json(
-        folder / "tokenizer_config.json"
-    )
-    _add_declared(backend, settings)
-    named = {name: text for name in _NAMES if (text := _text(settings.get(name)))}
-    _add_missing(backend, named)
-    stop_ids = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
-    return Tokenizer(backend, named=named, stop_ids=[i for i in stop_ids if i is not None])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty when there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found
+    with _the_package(path):
+        backend = Backend.from_str(text)
+    settings = {name: read_object(folder / name) or {} for name in (_CONFIG, _SPECIAL_TOKENS)}
+    fields = {name: Fields(found, name) for name, found in settings.items()}
+    _add_declared(backend, fields[_CONFIG])
+    named: dict[str, str] = {}
+    for name in NAMED_TOKENS:
+        file = _CONFIG if name in settings[_CONFIG] else _SPECIAL_TOKENS
+        if token := fields[file].token(name):
+            named[name] = token
+    with _the_package(path):
+        _add_missing(backend, named)
+        stop_ids = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
+        return Tokenizer(backend, named=named, stop_ids=[i for i in stop_ids if i is not None])
 
 
-def _text(token: Any) -> str | None:
-    """The text of a token that is a string or an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+@contextmanager
+def _the_package(path: Path) -> Iterator[None]:
+    """What the package does not accept is a CheckpointError.
+
+    It raises bare Exceptions, and where it meets its own mistakes a BaseException of its own.
+    """
+    try:
+        yield
+    except (BifolioError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        said = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CheckpointError(f"cannot read {path}: {cut(said, 200)}") from error
 
 
-def _add_declared(backend: Backend, settings: dict[str, Any]) -> None:
+def _add_declared(backend: Backend, settings: Fields) -> None:
     """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks, in the order of ids."""
     known = backend.get_added_tokens_decoder()
-    declared = Fields(settings, "tokenizer_config.json").part("added_tokens_decoder")
-    keys = declared.keys()
-    for key in keys:
-        if not key.isdecimal():
-            raise CheckpointError(
-                f"tokenizer_config.json: added_tokens_decoder: {key!r} is no token id"
-            )
-    for key in sorted(keys, key=int):
-        if int(key) in known:
+    declared = settings.part("added_tokens_decoder")
+    for key, token in sorted(declared.numbered()):
+        if key in known:
             continue
-        token = declared.part(key)
         text = token.text("content")
         flags = {
             flag: token.flag(flag, False)
             for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
         backend.add_tokens([AddedToken(text, **flags)])
-        if backend.token_to_id(text) != int(key):
+        if backend.token_to_id(text) != key:
             raise CheckpointError(
-                f"tokenizer_config.json gives {text!r} the id {key}, but it is "
+                f"tokenizer_config.json gives {shown(text)} the id {key}, but it is "
                 f"{backend.token_to_id(text)} in tokenizer.json"
             )
 
@@ -158,24 +160,31 @@ def _given_template(given: str) -> TemplateSource:
     if "{%" in given or "{{" in given:
         return TemplateSource({"default": given}, "--chat-template")
     try:
-        return TemplateSource({"default": Path(given).read_text(encoding="utf-8")}, given)
-    except OSError as error:
-        raise ConfigError(f"cannot read the chat template {given}: {cause_of(error)}") from error
+        return TemplateSource({"default": read_text(Path(given), pipe=True)}, given)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read the chat template {cut(given, 200)}: {cause_of(error)}"
+        ) from error
 
 
 def _template_in_folder(folder: Path) -> TemplateSource | None:
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        texts = {"default": path.read_text(encoding="utf-8")}
-        for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            texts[extra.stem] = extra.read_text(encoding="utf-8")
-        return TemplateSource(texts, str(path))
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        found = read_json(folder / name).get("chat_template")
+    try:
+        texts = {"default": read_text(path)}
+        for path in visible(folder / "additional_chat_templates", "*.jinja"):
+            texts[path.stem] = read_text(path)
+        return TemplateSource(texts, str(folder / "chat_template.jinja"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
+    for name in ("chat_template.json", _CONFIG):
+        settings = read_object(folder / name) or {}
+        found = settings.get("chat_template")
         if isinstance(found, str):
             return TemplateSource({"default": found}, str(folder / name))
-        if found:
-            texts = {item["name"]: item["template"] for item in found}
+        if named := Fields(settings, name).parts("chat_template"):
+            texts = {one.text("name"): one.text("template") for one in named}
             return TemplateSource(texts, str(folder / name))
     return None
 

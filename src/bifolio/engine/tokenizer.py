@@ -85,6 +85,10 @@ class Tokenizer:
         """How the special tokens are spelled."""
         return [self._added[i] for i in self.special_ids]
 
+    def holds_special(self, text: str) -> bool:
+        """Whether the text of a special token is in it."""
+        return any(special in text for special in self.special_texts)
+
     @property
     def added_texts(self) -> Collection[str]:
         """How the added tokens that are not special are spelled."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from enum import IntEnum
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -17,21 +16,11 @@ from tokenizers import Tokenizer as Backend
 
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.models.token_ids import TokenType
 from bifolio.spec.fields import Fields
 from bifolio.spec.gguf_tokens import END_KEYS, end_token_ids, token_ids
 
 logger = logging.getLogger(__name__)
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 _LLAMA3_WORDS = (

@@ -149,8 +149,7 @@ class Worker:
         match message:
             case Submit(request):
                 refused = self._admit(request)
-                if refused is not None:
-                    self._channel.send(refused)
+                self._channel.send(refused or Outputs([Output(id=request.id)]))
             case Abort(ids):
                 for request_id in ids:
                     self._engine.abort(request_id)

@@ -10,8 +10,12 @@ from bifolio.evals.forced import ForcedText
 from bifolio.evals.items import Item, Task
 from bifolio.evals.subject import Generated, Subject, Texts, digest_ids
 
-Progress = Callable[[str], None]
-"""Called with the name of each task before it is asked."""
+Progress = Callable[[str, int, int], None]
+"""Called with what runs now, the work that is done, and all work (0: not known)."""
+
+
+def silent(_what: str, _done: int, _total: int) -> None:
+    """A Progress that tells nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,11 @@ class Prompted:
     def digest(self) -> str:
         """Of all prompts: two sides are compared only where it is the same."""
         return digest_ids(self.prompt_ids)
+
+    @property
+    def work(self) -> int:
+        """Answers of one side that are generated, and those that are judged or scored."""
+        return len(self.items) + sum(not item.choices for item in self.items)
 
     @property
     def tokens(self) -> int:
@@ -68,11 +77,13 @@ def prompted(task: Task, texts: Texts, longest: int, chat: bool) -> Prompted:
     )
 
 
-def ask(one: Prompted, subject: Subject, texts: Texts) -> list[Answer]:
-    """All answers of one side, in the order of the items."""
+def ask(
+    one: Prompted, subject: Subject, texts: Texts, on_work: Callable[[], None] = lambda: None
+) -> list[Answer]:
+    """All answers of one side, in the order of the items. `on_work` is called `one.work` times."""
     places = [i for i, item in enumerate(one.items) if not item.choices]
     generated = subject.generate(
-        [one.prompt_ids[i] for i in places], one.task.max_tokens, one.task.stop
+        [one.prompt_ids[i] for i in places], one.task.max_tokens, one.task.stop, on_work
     )
     said = dict(zip(places, generated, strict=True))
     forced = subject.forced()
@@ -82,6 +93,7 @@ def ask(one: Prompted, subject: Subject, texts: Texts) -> list[Answer]:
             answers.append(_choose(one, item, ids, forced, texts))
         else:
             answers.append(_judge(one, item, ids, said[i], forced, texts))
+        on_work()
     return answers
 
 

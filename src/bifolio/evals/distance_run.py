@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError, cause_of
-from bifolio.evals.answers import Progress
+from bifolio.evals.answers import Progress, silent
 from bifolio.evals.distance import DistanceRow, Scored, Window, row, score, windows
 from bifolio.evals.results import side
 from bifolio.evals.session import BuildSubject
 from bifolio.evals.subject import Setup, Subject, Texts, digest_ids
 from bifolio.evals.tasks.local import read_rows
+from bifolio.input_files import DATA_BYTES, read_text, visible
 from bifolio.words import counted
 
 _BUILT_IN = ("en", "sk")
@@ -66,7 +67,7 @@ def local_passages(folder: Path) -> list[Passage]:
     plain = folder / "text" / "wikitext2_raw_test.txt"
     if plain.exists():
         found.append(read_passage(plain, "en"))
-    for path in sorted((folder / "slovak").glob("ntrex*.jsonl")):
+    for path in visible(folder / "slovak", "ntrex*.jsonl"):
         rows = read_rows(path)
         for language in _BUILT_IN:
             text = "\n".join(row[language] for row in rows)
@@ -82,8 +83,8 @@ def local_passages(folder: Path) -> list[Passage]:
 def read_passage(path: Path, language: str = "") -> Passage:
     """A UTF-8 text file; ConfigError if it cannot be read as such."""
     try:
-        return Passage(path.name, language, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return Passage(path.name, language, read_text(path, DATA_BYTES, pipe=True))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path} as UTF-8 text: {cause_of(error)}") from error
 
 
@@ -103,7 +104,7 @@ class DistanceRun:
         reference: Setup,
         candidates: Sequence[Setup],
         texts: Texts,
-        progress: Progress = lambda _: None,
+        progress: Progress = silent,
         build: tuple[BuildSubject, BuildSubject] = (Subject, Subject),
     ) -> list[Measured]:
         """Distances of all candidates. All engines live at once: each window is read by all."""
@@ -115,10 +116,20 @@ class DistanceRun:
         others = [build[int(i >= first)](setup, texts, tokens) for i, setup in enumerate(setups)]
         scorers = [other.forced() for other in others]
         found: dict[tuple[int, int], list[Scored]] = {}
+        total = sum(_tokens(piece) for pieces in cut.values() for piece in pieces)
+        done = 0
+
+        def telling(what: str, pieces: Sequence[Window]) -> Iterator[Window]:
+            nonlocal done
+            for piece in pieces:
+                progress(what, done, total)
+                yield piece
+                done += _tokens(piece)
+
         for (place, context), pieces in cut.items():
             count = counted(len(pieces), "window")
-            progress(f"{self.passages[place].name}, {count} after {context} tokens")
-            found[place, context] = score(base.forced(), scorers, pieces)
+            what = f"{self.passages[place].name}, {count} after {context} tokens"
+            found[place, context] = score(base.forced(), scorers, telling(what, pieces))
         digest = digest_ids([[*c, *s] for pieces in cut.values() for c, s in pieces])
         return [
             Measured(
@@ -178,6 +189,10 @@ class DistanceRun:
         if len(self.passages) > 1:
             rows.append(row("all", "", 0, *_joined(list(found.values())), self.seed))
         return rows
+
+
+def _tokens(window: Window) -> int:
+    return sum(map(len, window))
 
 
 def _joined(pairs: Sequence[tuple[Scored, Scored | None]]) -> tuple[Scored, Scored | None]:

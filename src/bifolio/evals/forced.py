@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ _CONTEXT_CHUNK = 512
 
 
 class _Keeper(Sampler):
-    """Keeps a copy of the logits and chooses nothing."""
+    """Keeps a copy of the logits of ids that have a token, and chooses nothing."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.kernels.sampling, engine.spec.stop_ids)
+        super().__init__(engine.kernels.sampling, engine.spec.stop_ids, engine.tokens)
         self.kept: list[Tensor] = []
 
     def sample(self, logits_lv: Tensor, segments: list[Segment]) -> list[RowResult]:
-        self.kept.append(logits_lv.clone())
+        self.kept.append(self.with_tokens(logits_lv).clone())
         return [RowResult() for _ in segments]
 
 
@@ -64,8 +65,11 @@ class ForcedText:
         """Steps that the engine's own scheduler had made by then: later ones take those pages."""
 
     def logits(self, context: Sequence[int], continuation: Sequence[int]) -> Iterator[Tensor]:
-        """Chunks of float32 [c, vocab] that predict the tokens of `continuation`, in order."""
-        page_ids = self._open(len(context) + len(continuation))
+        """Chunks of float32 [c, vocab] that predict the tokens of `continuation`, in order.
+
+        `vocab` ends with the last id that has a token (`Sampler.with_tokens`).
+        """
+        page_ids = self._open(context, [continuation])
         yield self._read_context(context, page_ids)
         yield from self._continue(context, continuation, page_ids)
 
@@ -76,8 +80,7 @@ class ForcedText:
 
         An empty continuation has the log probability 0.
         """
-        longest = max(map(len, continuations))
-        page_ids = self._open(len(context) + longest)
+        page_ids = self._open(context, continuations)
         first = self._read_context(context, page_ids)
         found = []
         for continuation in continuations:
@@ -89,8 +92,10 @@ class ForcedText:
             found.append(Likelihood(float(logprobs.sum()), len(continuation), greedy))
         return found
 
-    def _open(self, tokens: int) -> list[int]:
-        """Pages for a text, under a tag of their own."""
+    def _open(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[int]:
+        """Pages for a text, under a tag of their own. RequestError for ids that cannot be."""
+        self._engine.check_ids(chain(context, *continuations))
+        tokens = len(context) + max(map(len, continuations))
         page_ids = list(range(self._engine.pool.spec.pages_for(tokens)))
         if len(page_ids) > self._engine.pool.pages:
             raise ValueError(f"{tokens} tokens do not fit into the cache of this engine")

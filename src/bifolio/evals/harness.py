@@ -20,6 +20,7 @@ from bifolio.evals.items import Item, Task, judge_exact
 from bifolio.evals.results import side
 from bifolio.evals.session import Compared
 from bifolio.evals.subject import Setup, Subject, Texts
+from bifolio.input_files import visible
 
 _METRICS = ("acc", "exact_match")
 """Of a task's metrics the first of these decides what is right."""
@@ -88,7 +89,7 @@ def local_config(name: str, folder: Path) -> dict[str, Any]:
     if name not in _LOCAL:
         raise ConfigError(f"no local task {name!r} for lm-eval; there are {', '.join(_LOCAL)}")
     pattern, own = _LOCAL[name]
-    files = sorted(folder.glob(pattern))
+    files = visible(folder, pattern)
     if not files:
         raise ConfigError(f"{folder} holds no {pattern}")
     common = {
@@ -229,7 +230,7 @@ def _evaluate(
     longest = texts.source.spec.max_position
     subject = Subject(setup, texts, longest)
     model = HarnessModel(subject, texts, longest)
-    progress(f"{setup.plan}: lm-eval")
+    progress(f"{setup.plan}: lm-eval", 0, 0)
     evaluator = _lm_eval("evaluator")
     # Its own thousands of task files are read only where one of them is asked for.
     own = any(isinstance(task, str) for task in tasks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bifolio.errors import ConfigError
-from bifolio.evals.answers import Answer, Progress, Prompted, ask, prompted
+from bifolio.evals.answers import Answer, Progress, Prompted, ask, prompted, silent
 from bifolio.evals.compare import Comparison, adjusted, compare
 from bifolio.evals.items import Task
 from bifolio.evals.results import side
@@ -42,7 +42,7 @@ class TaskRun:
         reference: Setup,
         candidates: Sequence[Setup],
         texts: Texts,
-        progress: Progress = lambda _: None,
+        progress: Progress = silent,
         build: tuple[BuildSubject, BuildSubject] = (Subject, Subject),
     ) -> Iterator[Compared]:
         """One result for each candidate, as soon as it is there. Engines live one at a time."""
@@ -54,9 +54,10 @@ class TaskRun:
                     f"every item of {one.task.name} is longer than the {longest} positions that "
                     "the model knows; leave this task out"
                 )
-        base_side, base = self._answers(reference, texts, prompts, progress, build[0])
+        work = _Work(progress, (1 + len(candidates)) * sum(one.work for one in prompts))
+        base_side, base = self._answers(reference, texts, prompts, work, build[0])
         for candidate in candidates:
-            other_side, other = self._answers(candidate, texts, prompts, progress, build[1])
+            other_side, other = self._answers(candidate, texts, prompts, work, build[1])
             pairs = list(zip(base, other, strict=True))
             yield Compared(
                 reference=base_side,
@@ -76,12 +77,28 @@ class TaskRun:
         setup: Setup,
         texts: Texts,
         prompts: list[Prompted],
-        progress: Progress,
+        work: _Work,
         build: BuildSubject,
     ) -> tuple[dict[str, Any], list[list[Answer]]]:
         subject = build(setup, texts, max(one.tokens for one in prompts))
         found = []
         for one in prompts:
-            progress(f"{setup.plan}: {one.task.name}")
-            found.append(ask(one, subject, texts))
+            work.begin(f"{setup.plan}: {one.task.name}")
+            found.append(ask(one, subject, texts, work.advance))
         return side(subject), found
+
+
+class _Work:
+    """Counts the work of all sides."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._what, self._done = "", 0
+
+    def begin(self, what: str) -> None:
+        self._what = what
+        self._progress(what, self._done, self._total)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._progress(self._what, self._done, self._total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bifolio.config import EngineConfig
@@ -24,7 +24,7 @@ _LEAST_CACHE = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How to build a subject: `kernels` as for serve, `threads` 0 for all processors.
+    """How to build a subject: `kernels` as for serve, `threads` 0 for the default.
 
     ConfigError if the plan cannot be read: before any engine is built.
     """
@@ -117,9 +117,16 @@ class Subject:
         return ForcedText(self.engine)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        stop: Sequence[str],
+        on_answer: Callable[[], None] = lambda: None,
     ) -> list[Generated]:
-        """Greedy answers, in the order of the prompts. An integrity fault ends the evaluation."""
+        """Greedy answers, in the order of the prompts. An integrity fault ends the evaluation.
+
+        `on_answer` is called at the end of each answer.
+        """
         self._round += 1
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         found: dict[str, Generated] = {}
@@ -128,16 +135,21 @@ class Subject:
             found[name] = Generated([], "", "", 0)
             self.engine.add(Request(id=name, prompt_ids=list(prompt), sampling=sampling))
             while len(found) - sum(bool(g.ended) for g in found.values()) >= 2 * SEATS:
-                self._advance(found, stop)
+                self._advance(found, stop, on_answer)
         while self.engine.has_work:
-            self._advance(found, stop)
+            self._advance(found, stop, on_answer)
         return list(found.values())
 
-    def _advance(self, found: dict[str, Generated], stop: Sequence[str]) -> None:
+    def _advance(
+        self, found: dict[str, Generated], stop: Sequence[str], on_answer: Callable[[], None]
+    ) -> None:
         for output in self.engine.step():
-            answer = found[output.id]
-            if not answer.ended and self._take(answer, output, stop):
+            if found[output.id].ended:
+                continue
+            if self._take(found[output.id], output, stop):
                 self.engine.abort(output.id)
+            if found[output.id].ended:
+                on_answer()
 
     def _take(self, answer: Generated, output: Output, stop: Sequence[str]) -> bool:
         """Add news to an answer; whether the request is to be ended for a stop text."""

@@ -40,6 +40,9 @@ class MappedFile:
 
     Shared and read-only, since the system sets memory aside for a private mapping that could be
     written to, and would refuse one that is larger than what it has.
+
+    To touch bytes that the file no longer has ends the process by a signal, so `check_size` comes
+    before each use. Who cuts the file between that and the use is not noticed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,6 +56,15 @@ class MappedFile:
     @property
     def nbytes(self) -> int:
         return self._bytes.size
+
+    def check_size(self) -> None:
+        """CheckpointError if the file has become shorter than what is mapped."""
+        size = os.fstat(self._fd).st_size
+        if size < self.nbytes:
+            raise CheckpointError(
+                f"{self.path} was cut from {self.nbytes:,} to {size:,} bytes while it was in use; "
+                "delete it, and the next start writes it anew"
+            )
 
     def view(self, start: int, count: int) -> Tensor:
         """Bytes as a uint8 tensor. Not to be written to: the process would be killed."""
@@ -151,7 +163,11 @@ class MappedRecord:
         return self._file.resident(self._start, self.nbytes)
 
     def prove(self, digest: Digest) -> None:
-        """Read it all and compare, the first time; CheckpointError names file and place."""
+        """Read it all and compare, the first time; CheckpointError names file and place.
+
+        That the file is still as long is looked at each time.
+        """
+        self._file.check_size()
         if self._proved:
             return
         view = self._file.view(self._start, self.nbytes)

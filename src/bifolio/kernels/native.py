@@ -18,6 +18,7 @@ from bifolio.kernels.native_latent import NativeLatentOps
 from bifolio.kernels.native_linear import LinearOps
 from bifolio.kernels.native_pages import PageOps
 from bifolio.kernels.native_sampling import SamplingOps
+from bifolio.machine import default_threads
 
 if TYPE_CHECKING:
     from bifolio import _native
@@ -47,8 +48,9 @@ class NativeOps(
 ):
     """Implements `Ops` on the CPU with kernels picked once for this processor.
 
-    `threads` counts the calling thread. `isa` is `auto`, `portable`, `avx2` or `avx512`; without
-    it the environment variable BIFOLIO_ISA decides. Not for use from two threads at a time.
+    `threads` counts the calling thread; 0 takes `machine.default_threads`. `isa` is `auto`,
+    `portable`, `avx2` or `avx512`; without it the environment variable BIFOLIO_ISA decides. Not for
+    use from two threads at a time.
 
     Memory: a result lives in an arena and its memory is taken again once the tensor (and every
     view of it) is gone. All results, also those that are still held, may be overwritten when the
@@ -74,8 +76,8 @@ class NativeOps(
         native = _load()
         chosen = isa or os.environ.get(ISA_VARIABLE) or "auto"
         if threads < 0:
-            raise ConfigError(f"threads={threads} must be at least 0 (all processors)")
-        threads = threads or len(os.sched_getaffinity(0))
+            raise ConfigError(f"threads={threads} must be at least 0 (all that can compute)")
+        threads = threads or default_threads()
         try:
             self._runtime = native.Runtime(threads, chosen)
         except ValueError as error:

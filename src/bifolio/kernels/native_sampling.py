@@ -38,22 +38,29 @@ class SamplingOps:
         rows, vocab = logits_lv.shape
         tokens = np.empty(rows, dtype=np.int32)
         self._runtime.greedy(
-            logits=logits_lv.data_ptr(), tokens=tokens.ctypes.data, rows=rows, vocab=vocab
+            logits=logits_lv.data_ptr(),
+            tokens=tokens.ctypes.data,
+            rows=rows,
+            vocab=vocab,
+            stride=logits_lv.stride(0),
         )
         return tokens.tolist()
 
     def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
         # Adjusted rows must stay alive until the kernel has read them.
-        kept = [
-            adjust(row, draw) if needs_adjustment(draw) else row
-            for row, draw in zip(rows_v, draws, strict=True)
-        ]
+        adjusted = [i for i, draw in enumerate(draws) if needs_adjustment(draw)]
+        kept = list(rows_v)
+        for i in adjusted:
+            kept[i] = adjust(rows_v[i], draws[i])
         tokens = np.empty(len(kept), dtype=np.int32)
         drawn = [i for i, draw in enumerate(draws) if draw.sampling.temperature > 0]
         for i in set(range(len(kept))).difference(drawn):
-            tokens[i] = max(self.greedy(kept[i][None])[0], 0)
+            (tokens[i],) = self.greedy(kept[i][None])
         if drawn:
             tokens[drawn] = self._draw([kept[i] for i in drawn], [draws[i] for i in drawn])
+        for i in adjusted:  # what counts is whether the row was finite before
+            token = max(tokens[i], ~tokens[i])
+            tokens[i] = token if self.greedy(rows_v[i][None])[0] >= 0 else ~token
         return tokens.tolist()
 
     def _draw(self, rows_v: list[Tensor], draws: list[Draw]) -> np.ndarray:

@@ -4,7 +4,8 @@
 
 Reported logprobs are those of the unmodified logits. Tokens are ranked by falling logit, equal
 ones by rising id; every rule below speaks of that order. NaN comes last and weighs nothing. Sums
-are in float64.
+are in float64. A row may be shorter than the vocabulary: what a request says of ids beyond its end
+has no effect.
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ class Draw:
 
 
 class SamplingOps(Protocol):
-    """Choice of tokens from rows [vocab] of float32 logits; a row never looks at another."""
+    """Choice of tokens from rows [vocab] of float32 logits; a row never looks at another.
+
+    Of a row with a logit that is not finite, `greedy` and `choose` give the complement (~token, so
+    a number below 0) of what the rules choose. Adjustments do not count: they mask with infinity.
+    """
 
     def greedy(self, logits_lv: Tensor) -> list[int]:
-        """The best token of each row, -1 for a row of nothing but NaN."""
+        """The best token of each row."""
         ...
 
     def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
@@ -58,11 +63,11 @@ class ReferenceSampling:
     """Every rule by its definition, with a full sort."""
 
     def greedy(self, logits_lv: Tensor) -> list[int]:
-        best_l = _ranked(logits_lv)[:, 0]
-        return best_l.masked_fill(logits_lv.isnan().all(dim=-1), -1).tolist()
+        return [_marked(int(_ranked(row)[0]), row) for row in logits_lv]
 
     def choose(self, rows_v: Sequence[Tensor], draws: Sequence[Draw]) -> list[int]:
-        return [self._choose(row, draw) for row, draw in zip(rows_v, draws, strict=True)]
+        pairs = zip(rows_v, draws, strict=True)
+        return [_marked(self._choose(row, draw), row) for row, draw in pairs]
 
     def _choose(self, logits_v: Tensor, draw: Draw) -> int:
         logits_v = adjust(logits_v, draw)
@@ -94,6 +99,10 @@ class ReferenceSampling:
         return TokenLogprobs(float(logprob_v[token]), rank, best)
 
 
+def _marked(token: int, logits_v: Tensor) -> int:
+    return token if bool(logits_v.isfinite().all()) else ~token
+
+
 def needs_adjustment(draw: Draw) -> bool:
     """Whether `adjust` would change anything."""
     sampling = draw.sampling
@@ -113,10 +122,11 @@ def adjust(logits_v: Tensor, draw: Draw) -> Tensor:
                 by the penalty, a negative one multiplied
     frequency   minus penalty times the count in the output; presence: minus penalty once
     """
-    sampling = draw.sampling
-    logits_v = logits_v.clone()
+    sampling, logits_v = draw.sampling, logits_v.clone()
+    vocab = logits_v.shape[0]
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*draw.prompt_ids, *draw.output_ids}), dtype=torch.long)
+        ids = {*draw.prompt_ids, *draw.output_ids}
+        seen = torch.tensor(sorted(i for i in ids if i < vocab), dtype=torch.long)
         value = logits_v[seen]
         penalty = sampling.repetition_penalty
         logits_v[seen] = torch.where(value > 0, value / penalty, value * penalty)
@@ -124,9 +134,10 @@ def adjust(logits_v: Tensor, draw: Draw) -> Tensor:
         for token, count in Counter(draw.output_ids).items():
             logits_v[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
     for token, bias in sampling.logit_bias.items():
-        logits_v[token] += bias
-    if draw.masked:
-        logits_v[torch.tensor(list(draw.masked), dtype=torch.long)] = -torch.inf
+        if token < vocab:
+            logits_v[token] += bias
+    masked = [token for token in draw.masked if token < vocab]
+    logits_v[torch.tensor(masked, dtype=torch.long)] = -torch.inf
     return logits_v
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from bifolio.errors import CheckpointError
 from bifolio.spec import RopeSpec
 
 
@@ -14,8 +15,16 @@ def rope_table(rope: RopeSpec, positions: int) -> Tensor:
     """Cosines beside sines of the positions 0 … positions - 1: float32 [positions, rope.dim].
 
     Computed step by step in float32 as the `transformers` package does, so that logits agree.
+    CheckpointError if the rotation's parameters make no finite numbers.
     """
-    inverse, scale = _frequencies(rope)
+    try:
+        inverse, scale = _frequencies(rope)
+    except (ArithmeticError, ValueError) as error:
+        raise CheckpointError(
+            f"the parameters of rotation cannot be used: {error}: {rope}"
+        ) from error
+    if not (bool(inverse.isfinite().all()) and math.isfinite(scale)):
+        raise CheckpointError(f"the parameters of rotation make no finite numbers: {rope}")
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
     return torch.cat((angle.cos() * scale, angle.sin() * scale), dim=-1)
 

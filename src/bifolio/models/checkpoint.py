@@ -80,20 +80,22 @@ def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:
     found = checkpoint.shapes
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise CheckpointError(f"tensors are missing from the checkpoint: {_some(missing)}")
+        raise CheckpointError(f"tensors are missing from the checkpoint: {some_names(missing)}")
     for name, shape in wanted.items():
         if found[name] != shape:
             raise CheckpointError(
                 f"tensor {name} has shape {list(found[name])}, the configuration says {list(shape)}"
             )
     known = set(wanted) | model.unserved | (set(dict(model.head.shapes())) if model.tied else set())
-    left = [n for n in found if n not in known and not n.endswith(model.skipped)]
-    left = [name for name in left if not checkpoint.means_nothing(name)]
+    left = [n for n in found if n not in known and not checkpoint.means_nothing(n)]
     if left:
-        raise CheckpointError(f"tensors of the checkpoint have no use in this model: {_some(left)}")
+        raise CheckpointError(
+            f"tensors of the checkpoint have no use in this model: {some_names(left)}"
+        )
 
 
-def _some(names: Iterable[str]) -> str:
+def some_names(names: Iterable[str]) -> str:
+    """The first of many names, and how many more there are."""
     names = list(names)
     rest = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

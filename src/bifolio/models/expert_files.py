@@ -29,6 +29,7 @@ import torch
 
 from bifolio.errors import ConfigError
 from bifolio.formats import WeightFormat
+from bifolio.input_files import LARGE_BYTES, parse_json, read_text
 from bifolio.kernels.mapped import PAGE, MappedFile, MappedRecord, Shelf
 from bifolio.kernels.memory import ALIGN, map_tensor
 from bifolio.kernels.native import NativeOps
@@ -85,7 +86,7 @@ class _Entry:
 
     @classmethod
     def from_line(cls, line: str) -> _Entry:
-        found = json.loads(line)
+        found = parse_json(line)
         parts = tuple(_Part.from_json(part) for part in found["parts"])
         return cls(found["start"], found["bytes"], int(found["digest"], 16), parts)
 
@@ -253,9 +254,12 @@ def _up(count: int, step: int) -> int:
 
 def _journal(path: Path) -> list[_Entry]:
     """The lines of a journal up to the first that cannot be read."""
-    journal = path.with_suffix(".jsonl")
     entries: list[_Entry] = []
-    for line in journal.read_text().splitlines() if journal.exists() else ():
+    try:
+        lines = read_text(path.with_suffix(".jsonl"), LARGE_BYTES).splitlines()
+    except (OSError, ValueError):  # there is none yet, or it is damaged
+        return entries
+    for line in lines:
         try:
             entry = _Entry.from_line(line)
         except (ValueError, KeyError, TypeError, ConfigError):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from bifolio.kernels.memory import map_tensor
+from bifolio.models.weight_file import WeightFile
+
+_LARGE = 2 << 20
+"""Bytes from which huge pages pay: with pages of 4 KiB, taking memory costs more than reading."""
 
 
 class TensorFiles(Protocol):
@@ -22,5 +29,12 @@ class TensorFiles(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored; it may be a view of the mapped file and is not to be written to."""
+        """A tensor as stored. Not to be written to."""
         ...
+
+
+def read_tensor(file: WeightFile, start: int, count: int) -> Tensor:
+    """Bytes of a file as a uint8 tensor."""
+    data = map_tensor(count) if count >= _LARGE else torch.empty(count, dtype=torch.uint8)
+    file.read_into(data.numpy().data, start)
+    return data

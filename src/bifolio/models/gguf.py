@@ -2,24 +2,27 @@
 
 A file is: magic, version, number of tensors, number of metadata entries; the entries (key, type,
 value); the tensors (name, dimensions with the innermost first, type, offset); padding; data.
-Everything is little-endian. The data stays in the file and is mapped when a tensor is read.
+Everything is little-endian. The data stays in the file until a tensor is read.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import CheckpointError, UnsupportedError, cause_of
+from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.formats import WeightFormat
+from bifolio.input_files import LARGE_BYTES, MOST_VALUES
+from bifolio.models.weight_file import WeightFile, check_name
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_DIMS = 4
+_WINDOW = 1 << 20
+"""Bytes of the header that are read together."""
 
 _UNREAD = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
 _UNREAD |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32"}
@@ -82,40 +85,41 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                # A private mapping: torch wants writable memory, though nobody writes to it.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
-        reader = _Reader(self._map, path)
+        self.file = WeightFile(path)
+        reader = _Reader(self.file)
         tensor_count, entry_count = reader.head()
         self.metadata: dict[str, Any] = reader.entries(entry_count)
         self.tensors: dict[str, GGUFTensor] = reader.tensors(tensor_count, self._alignment())
 
-    def raw(self, name: str) -> memoryview:
-        """The bytes of a tensor, mapped, not copied. Not to be written to."""
+    def raw(self, name: str) -> bytes:
+        """The bytes of a tensor."""
         tensor = self.tensors[name]
-        return memoryview(self._map)[tensor.offset : tensor.offset + tensor.nbytes]
+        return self.file.read(tensor.offset, tensor.nbytes)
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise CheckpointError(f"{self.path}: general.alignment {alignment} is no power of two")
+            raise CheckpointError(
+                f"{self.path}: general.alignment {str(alignment)[:80]} is no power of two"
+            )
         return alignment
 
 
 class _Reader:
-    """A cursor that never leaves the file."""
+    """A cursor that never leaves the header, whose length and number of values are bounded."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data = data
-        self._path = path
+    def __init__(self, file: WeightFile) -> None:
+        self._file = file
+        self._path = file.path
         self._at = 0
+        self._values = 0
+        self._window, self._window_at = b"", 0
 
     def head(self) -> tuple[int, int]:
         """Numbers of tensors and of metadata entries."""
-        if self._take(4) != _MAGIC:
+        if self._file.nbytes < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
+            if what := self._file.described():
+                raise CheckpointError(f"cannot read {self._path}: {what}")
             raise self._damaged("it does not begin with GGUF")
         version = self._number("<I")
         if version not in _VERSIONS:
@@ -128,7 +132,7 @@ class _Reader:
     def entries(self, count: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for _ in range(count):
-            key = self._string()
+            key = self._name()
             if key in found:
                 raise self._damaged(f"metadata key {key} stands there twice")
             found[key] = self._value(self._number("<I"))
@@ -137,7 +141,7 @@ class _Reader:
     def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
         found: dict[str, GGUFTensor] = {}
         for _ in range(count):
-            name = self._string()
+            name = self._name()
             if name in found:
                 raise self._damaged(f"tensor {name} stands there twice")
             found[name] = self._tensor(name)
@@ -145,10 +149,10 @@ class _Reader:
         placed = {}
         for name, tensor in found.items():
             begin = start + tensor.offset
-            if tensor.offset % alignment or begin + tensor.nbytes > len(self._data):
+            if tensor.offset % alignment or begin + tensor.nbytes > self._file.nbytes:
                 raise self._damaged(
                     f"tensor {name} reaches from byte {begin} to {begin + tensor.nbytes}, the file "
-                    f"has {len(self._data)}; download it again"
+                    f"has {self._file.nbytes}; download it again"
                 )
             placed[name] = GGUFTensor(tensor.shape, tensor.type, begin, tensor.nbytes)
         self._refuse_overlap(placed)
@@ -188,6 +192,9 @@ class _Reader:
         if kind != _ARRAY:
             return self._number(self._scalar(kind))
         item, count = self._number("<I"), self._number("<Q")
+        self._values += count
+        if self._values > MOST_VALUES:
+            raise self._damaged(f"its metadata hold more than {MOST_VALUES:,} values")
         if item == _STRING:
             return [self._string() for _ in range(count)]
         if item == _ARRAY:
@@ -211,13 +218,22 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self._damaged(f"a text before byte {self._at} is not UTF-8") from error
 
+    def _name(self) -> str:
+        name = self._string()
+        check_name(name, self._path)
+        return name
+
     def _take(self, count: int) -> bytes:
-        end = self._at + count
-        if end > len(self._data):
-            raise self._damaged(f"it ends within its header, at byte {len(self._data)}")
-        part = self._data[self._at : end]
+        start, end = self._at, self._at + count
+        if end > self._file.nbytes:
+            raise self._damaged(f"it ends within its header, at byte {self._file.nbytes}")
+        if end > LARGE_BYTES:
+            raise self._damaged(f"its header has more than the {LARGE_BYTES:,} bytes that are read")
+        if end > self._window_at + len(self._window):
+            size = min(max(count, _WINDOW), self._file.nbytes - start)
+            self._window, self._window_at = self._file.read(start, size), start
         self._at = end
-        return part
+        return self._window[start - self._window_at : end - self._window_at]
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is damaged: {what}")

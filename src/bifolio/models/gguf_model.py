@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bifolio.kernels.tensor import QuantTensor
+from bifolio.models.files import read_tensor
 from bifolio.models.gguf import FLOATS, KEPT, TYPES, GGUFFile
 from bifolio.models.gguf_blocks import read_matrix, read_values
 from bifolio.models.gguf_spec import ROPE_FACTORS
@@ -46,7 +47,8 @@ class GGUFCheckpoint:
     def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
         self._file = file
         self._spec = spec
-        self._stored = {_hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
+        beside = {ROPE_FACTORS, *_buffers(spec)}
+        self._stored = {_hf_name(name): name for name in file.tensors if name not in beside}
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: file.tensors[stored].shape for name, stored in self._stored.items()
         }
@@ -87,13 +89,14 @@ class GGUFCheckpoint:
         return tuple(sorted(found))
 
     def size(self, name: str) -> int:
-        return len(self._file.raw(self._stored[name]))
+        return self._file.tensors[self._stored[name]].nbytes
 
     def piece(self, name: str, start: int, count: int) -> bytes:
-        return bytes(self._file.raw(self._stored[name])[start : start + count])
+        return self._file.file.read(self._file.tensors[self._stored[name]].offset + start, count)
 
     def _raw(self, name: str) -> Tensor:
-        return torch.frombuffer(self._file.raw(self._stored[name]), dtype=torch.uint8)
+        tensor = self._file.tensors[self._stored[name]]
+        return read_tensor(self._file.file, tensor.offset, tensor.nbytes)
 
     def _rows(self, name: str, n: int) -> Tensor | None:
         """Where each row of q or k stands in the file: pairs (i, i + d/2) are neighbours there."""
@@ -101,6 +104,12 @@ class GGUFCheckpoint:
             return None
         pairs = self._spec.head_dim // 2
         return torch.arange(n).view(-1, pairs, 2).transpose(1, 2).reshape(n)
+
+
+def _buffers(spec: ModelSpec) -> Iterable[str]:
+    """Tables of rotation that follow from the metadata; converters of Llama once wrote them."""
+    layers = spec.layers if spec.architecture == "llama" else 0
+    return (f"blk.{i}.attn_rot_embd.weight" for i in range(layers))
 
 
 def _hf_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from dataclasses import replace
 
@@ -10,10 +11,19 @@ from bifolio.models.gguf import TYPES, GGUFFile
 from bifolio.spec import ModelSpec, RopeSpec
 from bifolio.spec.fields import Fields
 from bifolio.spec.gguf_tokens import end_token_ids, token_ids
-from bifolio.spec.hf import FAMILIES, check_shape
+from bifolio.spec.hf import FAMILIES, MOST_OF_ROPE, check_shape
+from bifolio.words import shown
+
+logger = logging.getLogger(__name__)
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor (F32) that divides the frequency of each rotated pair; it belongs to the spec."""
+
+_ROPE_KEYS = {"dimension_count", "freq_base", "scale_linear"}
+_ROPE_KEYS |= {f"scaling.{key}" for key in ("type", "factor", "finetuned", "attn_factor")}
+_ROPE_KEYS.add("scaling.original_context_length")
+_ROPE_KEYS |= {f"scaling.yarn_{key}" for key in ("beta_fast", "beta_slow", "attn_factor")}
+_ROPE_KEYS |= {"scaling.yarn_ext_factor"}
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:
@@ -22,7 +32,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     family = fields.text("general.architecture")
     if family not in FAMILIES:
         raise UnsupportedError(
-            f"{file.path.name}: general.architecture={family!r} is not supported; "
+            f"{file.path.name}: general.architecture={shown(family)} is not supported; "
             f"architectures: {', '.join(FAMILIES)}"
         )
     for key in ("attention.sliding_window", "expert_count", "attn_logit_softcapping"):
@@ -61,6 +71,8 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         bos_id=next(iter(token_ids(fields, "bos_token_id")), None),
     )
     check_shape(spec)
+    if taken := fields.defaults((f"{family}.rope.freq_base",)):
+        logger.warning("%s leaves something out; taking %s", file.path.name, taken)
     return spec
 
 
@@ -72,7 +84,13 @@ def _vocab(file: GGUFFile) -> int:
 
 
 def _rope(file: GGUFFile, fields: Fields, family: str, head_dim: int) -> RopeSpec:
-    base = RopeSpec(theta=fields.number(f"{family}.rope.freq_base", 10_000.0), dim=head_dim)
+    at = f"{family}.rope."
+    keys = fields.keys()
+    for key in keys:
+        if key.startswith(at) and key.removeprefix(at) not in _ROPE_KEYS:
+            raise UnsupportedError(f"{file.path.name}: unknown key {key} about rotation")
+    theta = fields.number(f"{at}freq_base", 10_000.0, above=1.0, most=MOST_OF_ROPE)
+    base = RopeSpec(theta=theta, dim=head_dim)
     scaling = f"{family}.rope.scaling"
     kind = fields.text(f"{scaling}.type", "linear")
     if ROPE_FACTORS in file.tensors:
@@ -84,10 +102,10 @@ def _rope(file: GGUFFile, fields: Fields, family: str, head_dim: int) -> RopeSpe
         return replace(
             base,
             kind="yarn",
-            factor=fields.number(f"{scaling}.factor"),
+            factor=fields.number(f"{scaling}.factor", most=MOST_OF_ROPE),
             original_max_position=fields.integer(f"{scaling}.original_context_length"),
-            beta_fast=fields.number(f"{scaling}.yarn_beta_fast", 32.0),
-            beta_slow=fields.number(f"{scaling}.yarn_beta_slow", 1.0),
+            beta_fast=fields.number(f"{scaling}.yarn_beta_fast", 32.0, most=MOST_OF_ROPE),
+            beta_slow=fields.number(f"{scaling}.yarn_beta_slow", 1.0, most=MOST_OF_ROPE),
         )
     fields.refuse_unless(f"{scaling}.type", ("none", "linear"), "types: none, yarn")
     if kind == "linear":

@@ -5,7 +5,7 @@ SmolLM2 and many others use it too. Tensor names are those of Hugging Face check
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bifolio.models.tensors import (
     AttentionTensors,
@@ -33,8 +33,20 @@ def decoder_tensors(
         norm=Gain("model.norm", spec.hidden),
         head=Matrix((("lm_head", spec.vocab),), spec.hidden),
         tied=spec.tie_embeddings,
-        skipped=(".rotary_emb.inv_freq",),
+        buffers=frozenset(_buffers(spec)),
     )
+
+
+def _buffers(spec: ModelSpec) -> Iterator[str]:
+    """What some trainers save beside the parameters: they save every buffer of the modules.
+
+    Modelling code has kept the tables of rotation in each layer or once for all, and the mask once.
+    """
+    layers = (f"model.layers.{i}.self_attn" for i in range(spec.layers + spec.mtp_layers))
+    for at in ("model", *layers):
+        for table in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached"):
+            yield f"{at}.rotary_emb.{table}"
+    yield "model.causal_mask"
 
 
 def _layer(spec: ModelSpec, index: int) -> LayerTensors:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bifolio.errors import ConfigError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan, WeightFormat
+from bifolio.input_files import visible
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.memory import giving_back
 from bifolio.kernels.native import NativeOps
@@ -94,7 +95,7 @@ def load_models(
     """
     spec = source.spec
     tensors = FAMILIES[spec.architecture](spec)
-    checkpoint, files, scales = _open(source)
+    checkpoint, files, scales = _open(source, tensors)
     check_tensors(tensors, checkpoint)
     phases = list(dict.fromkeys(_weights_only(side) for side in (plan.prefill, plan.decode)))
     name = identity(spec, files)
@@ -135,18 +136,20 @@ def _mapped(folder: Path, source: ModelSource, name: str, ops: Ops, memory: int)
         raise ConfigError("experts=mapped needs the native kernels; leave kernels=reference out")
     if source.spec.moe is None:
         raise ConfigError(f"experts=mapped: {source.name} has no experts; leave it out")
-    files = sorted(source.path.glob("*.safetensors"))
+    files = visible(source.path, "*.safetensors")
     return ExpertFiles(folder, name, files, ops, memory)
 
 
-def _open(source: ModelSource) -> tuple[Checkpoint, RawTensors, CacheScales | None]:
+def _open(
+    source: ModelSource, tensors: ModelTensors
+) -> tuple[Checkpoint, RawTensors, CacheScales | None]:
     """The numbers of a checkpoint, the bytes of its files, and its scales of the cache."""
     if source.is_gguf:
         checkpoint = GGUFCheckpoint(source.gguf, source.spec)
         return checkpoint, checkpoint, None
     form = read_quantization(source.config)
     files = SafetensorsFolder(source.path)
-    plain = WithoutScales(plain_view(files, source.spec))
+    plain = WithoutScales(plain_view(files, source.spec, tensors.buffers))
     return GateAndUp(StoredWeights(plain, form)), files, plain.scales(source.spec)
 
 

@@ -30,8 +30,9 @@ def read_quantization(config: Mapping[str, Any]) -> Form | None:
         "gptq": _gptq,
         "awq": _awq,
     }
-    for values in (config, config.get("text_config") or {}):
-        part = Fields(values, "config.json").part("quantization_config")
+    fields = Fields(config, "config.json")
+    for values in (fields, fields.part("text_config")):
+        part = values.part("quantization_config")
         if not part.keys():
             continue
         method = part.text("quant_method")

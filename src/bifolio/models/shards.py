@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.input_files import LARGE_BYTES, parse_json, read_object, visible
+from bifolio.models.checkpoint import some_names
+from bifolio.models.files import read_tensor
+from bifolio.models.weight_file import WeightFile, check_name
+from bifolio.words import shown
 
 INDEX = "model.safetensors.index.json"
 
-_READ_AT_ONCE = 32 << 20
-_READ_ALONE = 64 << 10
-"""Tensors of up to so many bytes are not mapped: at a page fault the system reads megabytes around
-it, and checkpoints hold thousands of small tensors between large ones."""
+_HEADER_BYTES = 100_000_000
+"""The most that the safetensors package reads, too."""
+
+_MOST_DIMS = 8
+
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I8": torch.int8,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
 }
 """What can be read, by the names of safetensors."""
+
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """One tensor: where its bytes are, and what they are."""
 
-    path: Path
+    file: WeightFile
     start: int
     size: int
     dtype: str
@@ -56,10 +69,8 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._stored: dict[str, _Stored] = {}
-        self._held: tuple[Path, Any] | None = None
-        self._read = 0
         for path, listed in _listed_files(folder).items():
-            found = _header(path)
+            found = _header(WeightFile(path))
             if listed is not None:
                 _compare(path, listed, set(found))
             assert not self._stored.keys() & found.keys(), "the index maps a name to one file"
@@ -74,121 +85,109 @@ class SafetensorsFolder:
     def piece(self, name: str, start: int, count: int) -> bytes:
         """See `RawTensors.piece`."""
         stored = self._stored[name]
-        with _failing(stored.path), stored.path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            found = os.pread(file.fileno(), count, stored.start + start)
-            if len(found) != count:
-                raise OSError(f"{name} ends beyond the file")
-        return found
+        return stored.file.read(stored.start + start, count)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored: a small one read, others mapped from a file that stays open.
-
-        Pages of a mapping that were read count as memory of this process until it is gone, so a
-        file is opened anew after every so many bytes.
-        """
+        """See `TensorFiles.tensor`."""
         stored = self._stored[name]
-        path = stored.path
-        if 0 < stored.size <= _READ_ALONE:
-            found = bytearray(self.piece(name, 0, stored.size))
-            return torch.frombuffer(found, dtype=DTYPES[stored.dtype]).view(stored.shape)
-        with _failing(path):
-            if self._held is None or self._held[0] != path or self._read > _READ_AT_ONCE:
-                self._held, self._read = None, 0
-                self._held = (path, safe_open(path, framework="pt"))
-            tensor: Tensor = self._held[1].get_tensor(name)
-            self._read += tensor.nbytes
-            return tensor
+        data = read_tensor(stored.file, stored.start, stored.size)
+        return data.view(DTYPES[stored.dtype]).view(stored.shape)
 
 
-@contextmanager
-def _failing(path: Path) -> Iterator[None]:
-    """What the library finds wrong with a file is a CheckpointError."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.name} is missing from {path.parent}") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); download it again") from error
+def _header(file: WeightFile) -> dict[str, _Stored]:
+    """Every tensor of a file, each with bytes of its own; together they fill the file.
 
-
-def _header(path: Path) -> dict[str, _Stored]:
-    """Every tensor of a file.
-
-    The library proves that names, types, shapes and bytes fit each other; a name that stands in the
-    header twice it takes for one.
+    The length of a header (64 bits, little endian), the header in JSON, the bytes:
+    github.com/huggingface/safetensors. Names, types, shapes and places must fit each other.
     """
-    with _failing(path), safe_open(path, framework="pt"), path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        text = file.read(size)
     try:
-        entries = json.loads(text, object_pairs_hook=_unique)
+        size = int.from_bytes(file.read(0, 8), "little") if file.nbytes >= 8 else 0
+        if not 2 <= size <= min(file.nbytes - 8, _HEADER_BYTES):
+            raise ValueError(f"its header would have {size:,} bytes, the file has {file.nbytes:,}")
+        entries = parse_json(file.read(8, size).decode("utf-8"))
+        if not isinstance(entries, dict):
+            raise ValueError("its header is not an object")
+        entries.pop("__metadata__", None)
+        found = {name: _stored(file, 8 + size, name, entry) for name, entry in entries.items()}
+        end = 8 + size
+        for name, stored in sorted(found.items(), key=lambda item: _place(item[1])):
+            if stored.start != end:
+                raise ValueError(f"tensor {name} begins at byte {stored.start}, not {end}")
+            end += stored.size
+        if end != file.nbytes:
+            raise ValueError(f"its tensors end at byte {end:,}, the file has {file.nbytes:,}")
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged ({error}); download it again") from error
-    found = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise UnsupportedError(
-                f"{path.name}: tensor {name} is stored as {entry['dtype']}; "
-                f"only {', '.join(DTYPES)} can be read"
-            )
-        first, last = entry["data_offsets"]
-        at = 8 + size + first
-        found[name] = _Stored(path, at, last - first, entry["dtype"], tuple(entry["shape"]))
+        if what := file.described():
+            raise CheckpointError(f"cannot read {file.path}: {what}") from error
+        raise CheckpointError(f"{file.path} is damaged: {error}; download it again") from error
     return found
+
+
+def _place(stored: _Stored) -> tuple[int, int]:
+    return stored.start, stored.size
+
+
+def _stored(file: WeightFile, data: int, name: str, entry: Any) -> _Stored:
+    """A tensor of the header; ValueError for what is not one."""
+    check_name(name, file.path)
+    if not isinstance(entry, dict) or {"dtype", "shape", "data_offsets"} - entry.keys():
+        raise ValueError(f"tensor {name} is described by {shown(entry)}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{file.path.name}: tensor {name} is stored as {shown(dtype)}; "
+            f"only {', '.join(DTYPES)} can be read"
+        )
+    for numbers in (shape, offsets):
+        are_sizes = isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+        if not are_sizes or len(numbers) > _MOST_DIMS:
+            raise ValueError(f"tensor {name} has {shown(numbers)} for a shape or a place")
+    size = prod(shape) * ITEM_BYTES[dtype]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        raise ValueError(f"tensor {name} of {size} bytes is at {shown(offsets)}")
+    return _Stored(file, data + offsets[0], size, dtype, tuple(shape))
 
 
 def _listed_files(folder: Path) -> dict[Path, set[str] | None]:
     """Files of the model, each with the tensors the index lists for it (None: no index)."""
-    present = {path.name for path in folder.glob("*.safetensors")}
+    present = {path.name for path in visible(folder, "*.safetensors")}
     index = folder / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         if len(present) == 1:
             return {folder / present.pop(): None}
         if not present:
             raise CheckpointError(f"{folder} holds no *.safetensors files")
         raise CheckpointError(
-            f"{folder} holds {', '.join(sorted(present))} but no {INDEX} that says which to read"
+            f"{folder} holds {some_names(sorted(present))} but no {INDEX} that says which to read"
         )
     listed: dict[Path, set[str] | None] = {}
     for name, file in _weight_map(index).items():
         if Path(file).name != file:
-            raise CheckpointError(f"{index}: {name} points outside the folder, to {file!r}")
+            raise CheckpointError(f"{index}: {name} points outside the folder, to {shown(file)}")
+        check_name(file, index)
         tensors = listed.setdefault(folder / file, set())
         assert tensors is not None
         tensors.add(name)
     stray = sorted(present - {path.name for path in listed})
     if stray:
         raise CheckpointError(
-            f"{folder} holds {', '.join(stray)}, which {INDEX} does not name: a second copy or a "
+            f"{folder} holds {some_names(stray)}, which {INDEX} does not name: a second copy or a "
             "leftover; move it away"
         )
     missing = sorted({path.name for path in listed} - present)
     if missing:
         raise CheckpointError(
-            f"{folder}: {INDEX} names {', '.join(missing)}, which is missing; download it again"
+            f"{folder}: {INDEX} names {some_names(missing)}, which is missing; download it again"
         )
     return listed
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(), object_pairs_hook=_unique)["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is damaged: {error!r}") from error
+    found = (read_object(index, LARGE_BYTES) or {}).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError(f"{index}: weight_map is not a map of tensor names to files")
-    return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands there twice")
+    for name in found:
+        check_name(name, index)
     return found
 
 

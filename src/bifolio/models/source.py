@@ -5,15 +5,16 @@ No torch here, so that a process that only handles text can use it.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import CheckpointError, ConfigError, cause_of
+from bifolio.errors import CheckpointError, ConfigError
+from bifolio.input_files import CONFIG_BYTES, LARGE_BYTES, read_object
 from bifolio.models.builtin import BUILTIN, fetch_builtin
+from bifolio.models.default_sampling import DefaultSampling, default_sampling_of
 from bifolio.models.gguf import GGUFFile
 from bifolio.models.gguf_spec import gguf_spec
 from bifolio.models.progress import Report, hub_bar, silent
@@ -66,8 +67,20 @@ class ModelSource:
         return _read_object(self.path / "generation_config.json")
 
     @cached_property
+    def default_sampling(self) -> DefaultSampling:
+        """The sampling that the model's files recommend; CheckpointError names a wrong value."""
+        if self.is_gguf:
+            return default_sampling_of({}, self.gguf.metadata)
+        return default_sampling_of(self.generation_config)
+
+    @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
         return _read_object(self.path / "tokenizer_config.json")
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """Read each time: a hundred thousand tokens are not kept for the life of a server."""
+        return _read_object(self.path / "tokenizer.json")
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -91,20 +104,16 @@ class ModelSource:
     @property
     def _end_token(self) -> tuple[int, ...]:
         """The id of the `eos_token` that tokenizer_config.json names by its text."""
-        token = self.tokenizer_config.get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str):
-            return ()
         path = self.path / "tokenizer_config.json"
-        declared = Fields(self.tokenizer_config, str(path)).part("added_tokens_decoder")
-        keys = declared.keys()
-        for key in keys:
-            if declared.part(key).text("content", "") == text:
-                if not key.isdecimal():
-                    raise CheckpointError(f"{path}: added_tokens_decoder: {key!r} is no token id")
-                return (int(key),)
+        settings = Fields(self.tokenizer_config, str(path))
+        text = settings.token("eos_token")
+        if not text:
+            return ()
+        for token, entry in settings.part("added_tokens_decoder").numbered():
+            if entry.text("content", "") == text:
+                return (token,)
         path = self.path / "tokenizer.json"
-        added = Fields(_read_object(path), str(path)).parts("added_tokens")
+        added = Fields(self.tokenizer, str(path)).parts("added_tokens")
         return tuple(
             entry.integer("id", low=0) for entry in added if entry.text("content", "") == text
         )
@@ -136,17 +145,10 @@ def resolve_source(name: str, report: Report = silent) -> ModelSource:
 
 def _read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if required:
-            raise CheckpointError(f"{path.parent} holds no {path.name}") from error
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found
+    found = read_object(path, LARGE_BYTES if path.name == "tokenizer.json" else CONFIG_BYTES)
+    if found is None and required:
+        raise CheckpointError(f"{path.parent} holds no {path.name}")
+    return found or {}
 
 
 def _fetch_from_hub(name: str, report: Report) -> Path:

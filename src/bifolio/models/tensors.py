@@ -158,8 +158,8 @@ class LayerTensors:
 class ModelTensors:
     """A whole decoder. `head` is set with tied embeddings too: then no tensor is read for it.
 
-    Tensors whose name ends in one of `skipped` are known not to be parameters, and `unserved` are
-    the names of parameters that serving does not need.
+    `buffers` are the names of tensors that follow from the configuration and are passed over, and
+    `unserved` those of parameters that serving does not need.
     """
 
     embedding: Matrix
@@ -167,7 +167,7 @@ class ModelTensors:
     norm: Gain
     head: Matrix
     tied: bool
-    skipped: tuple[str, ...] = ()
+    buffers: frozenset[str] = frozenset()
     unserved: frozenset[str] = frozenset()
 
     def all(self) -> Iterator[Item]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
@@ -27,10 +27,12 @@ _SHORT = {
 """Suffixes behind a parameter that is fused, `gate_up_proj_scale_inv`, by their own names."""
 
 
-def plain_view(files: TensorFiles, spec: ModelSpec) -> TensorFiles:
-    """The language model's tensors under their own names, every expert by itself."""
+def plain_view(files: TensorFiles, spec: ModelSpec, buffers: Collection[str]) -> TensorFiles:
+    """The language model's parameters under their own names, every expert by itself."""
     if any(name.startswith(LANGUAGE_MODEL) for name in files.shapes):
         files = Renamed(files, _of_language_model)
+    if any(name in buffers for name in files.shapes):
+        files = Renamed(files, lambda name: None if name in buffers else name)
     if any(_BY_PROJECTION.fullmatch(name) for name in files.shapes):
         files = Renamed(files, lambda name: _BY_PROJECTION.sub(r"\1.\3.\2.\4", name))
     if any(_FUSED.fullmatch(name) for name in files.shapes):

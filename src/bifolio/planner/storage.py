@@ -21,6 +21,7 @@ from bifolio.planner.shapes import Kind, Matrix, Weights
 from bifolio.spec import ModelSpec
 from bifolio.spec.config_json import read_config
 from bifolio.spec.fields import Fields
+from bifolio.words import shown
 
 LINEAR = (
     *(Kind.ATTENTION, Kind.DENSE_MLP, Kind.ROUTED_EXPERTS),
@@ -29,6 +30,9 @@ LINEAR = (
 """Kinds of the linear layers that quantised checkpoints may compress."""
 
 ABSORBED = "kv_b_proj"
+_MOST_PATTERN, _MOST_REPEATS = 200, 4
+"""Characters and repetitions of a pattern: more of them may take longer than anybody waits."""
+
 _TABLES = (Kind.EMBEDDING, Kind.HEAD)
 
 
@@ -197,8 +201,19 @@ def _skips(model: ModelSpec, kind: Kind, ignored: list[str]) -> bool:
         Kind.HEAD: "lm_head",
     }[kind]
     names = (sample, f"language_model.{sample}")
-    return any(
-        re.match(entry[3:], name) if entry.startswith("re:") else entry == name
-        for entry in ignored
-        for name in names
-    )
+    return any(_names(entry, name) for entry in ignored for name in names)
+
+
+def _names(entry: str, name: str) -> bool:
+    """Whether an entry is this name, or a pattern of its beginning that can be tried in no time."""
+    pattern = entry.removeprefix("re:")
+    if pattern == entry:
+        return entry == name
+    try:
+        if len(pattern) > _MOST_PATTERN or len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS:
+            raise UnsupportedError(f"config.json: the pattern {shown(entry)} is too long")
+        if re.search(r"\)[*+{]", pattern):
+            raise UnsupportedError(f"config.json: the pattern {shown(entry)} repeats a group")
+        return re.match(pattern, name) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UnsupportedError(f"config.json: {shown(entry)} is no pattern: {error}") from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
-import json
+import io
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from bifolio.errors import ConfigError, cause_of
+from bifolio.input_files import DATA_BYTES, parse_json, read_bytes
 
 _INPUT = ("ContextTokens", "context_tokens", "input_tokens", "input_length")
 _OUTPUT = ("GeneratedTokens", "generated_tokens", "output_tokens", "output_length")
@@ -101,7 +104,7 @@ def read_requests(path: Path) -> list[TracedRequest]:
         with _open(path) as file:
             name = path.name.removesuffix(".gz")
             rows = list(_csv_rows(file, path) if name.endswith(".csv") else _json_rows(file, path))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {cause_of(error)}") from error
     if not rows:
         raise ConfigError(f"the trace {path} has no requests")
@@ -109,9 +112,13 @@ def read_requests(path: Path) -> list[TracedRequest]:
 
 
 def _open(path: Path) -> IO[str]:
+    data = read_bytes(path, DATA_BYTES, pipe=True)
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8-sig")
+        with gzip.open(io.BytesIO(data)) as packed:
+            data = packed.read(DATA_BYTES + 1)
+        if len(data) > DATA_BYTES:
+            raise OSError(errno.EFBIG, f"it unpacks to more than {DATA_BYTES:,} bytes")
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
 
 
 BLOCK = 512
@@ -176,12 +183,12 @@ def _json_rows(file: IO[str], path: Path) -> Iterator[TracedRequest]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             pair = [row[next(n for n in names if n in row)] for names in (_INPUT, _OUTPUT)]
             blocks = row.get("hash_ids")
             if not isinstance(blocks, list | None):
                 raise TypeError("hash_ids is not a list")
-        except (ValueError, StopIteration, TypeError, AttributeError) as error:
+        except (ValueError, StopIteration, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"line {number} of the trace {path} is not a JSON object with input_length and "
                 "output_length"

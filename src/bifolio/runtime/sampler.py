@@ -5,25 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from bifolio.core.step import LogitsFault, RowResult
 from bifolio.kernels.reference_sampling import Draw, SamplingOps
-from bifolio.request import SamplingParams
+from bifolio.models.token_ids import TokenIds
+from bifolio.request import SamplingParams, TokenLogprobs
 from bifolio.runtime.batch import Segment
+
+NEVER = -9999.0
+"""The logprob of an id without a token, as the OpenAI API reports what cannot come."""
+
+_LOWEST = torch.finfo(torch.float32).min
 
 
 class Sampler:
-    """`stop_ids` are the model's end tokens: masked until a request has its `min_tokens`."""
+    """`stop_ids` are the model's end tokens: masked until a request has its `min_tokens`.
 
-    def __init__(self, ops: SamplingOps, stop_ids: Sequence[int]) -> None:
+    Rows of the vocabulary that are not among `tokens` do not exist: they are never chosen, are no
+    alternatives, and have no part in logprobs and ranks.
+    """
+
+    def __init__(self, ops: SamplingOps, stop_ids: Sequence[int], tokens: TokenIds) -> None:
         self._ops = ops
         self._stop_ids = tuple(stop_ids)
+        self._tokens = tokens
+        self._holes_v = torch.tensor(tokens.holes, dtype=torch.long)
+
+    def with_tokens(self, logits_lv: Tensor) -> Tensor:
+        """The logits [l, v'] of ids up to the last with a token; those of holes are overwritten.
+
+        Their place gets the lowest number, which weighs nothing, since infinity would be a fault.
+        """
+        if self._tokens.end < logits_lv.shape[1]:
+            logits_lv = logits_lv[:, : self._tokens.end]
+        if self._tokens.holes:
+            logits_lv.index_fill_(1, self._holes_v, _LOWEST)
+        return logits_lv
 
     def sample(self, logits_lv: Tensor, segments: list[Segment]) -> list[RowResult]:
         """One result per segment; its logits are the next `end - logits_from` rows.
 
-        A segment that would choose among nothing but NaN gets a fault instead of a token."""
+        A segment with a logit that is not finite, where it is looked at, gets a fault instead of a
+        token."""
+        logits_lv = self.with_tokens(logits_lv)
         if all(_is_plain(s) for s in segments):
             return [
                 RowResult(token=token) if token >= 0 else RowResult(fault=LogitsFault(s.end - 1))
@@ -31,26 +57,18 @@ class Sampler:
             ]
         firsts = [0, *accumulate(s.end - s.logits_from for s in segments)]
         chosen = self._choose(logits_lv, segments, firsts)
-        results = [
+        return [
             self._row(logits_lv[first:last], segment, token)
             for first, last, segment, token in zip(
                 firsts, firsts[1:], segments, chosen, strict=False
             )
         ]
-        # A row of nothing but NaN has one in front, which is all that sound ones are asked for.
-        if bool(logits_lv[:, 0].isnan().any()):
-            for i, segment in enumerate(segments):
-                if results[i].token is not None and bool(
-                    logits_lv[firsts[i + 1] - 1].isnan().all()
-                ):
-                    results[i] = RowResult(fault=LogitsFault(segment.end - 1))
-        return results
 
     def _choose(
         self, logits_lv: Tensor, segments: list[Segment], firsts: list[int]
     ) -> list[int | None]:
         """The next token of each segment whose last logits are to be sampled."""
-        places = [i for i, s in enumerate(segments) if s.row.sample and s.end == s.row.end]
+        places = [i for i, s in enumerate(segments) if _samples(s)]
         tokens = self._ops.choose(
             [logits_lv[firsts[i + 1] - 1] for i in places],
             [self._draw(segments[i]) for i in places],
@@ -63,10 +81,15 @@ class Sampler:
     def _row(self, logits_lv: Tensor, segment: Segment, token: int | None) -> RowResult:
         row, result = segment.row, RowResult(token=token)
         sampling = row.sampling
+        if token is not None and token < 0:
+            return RowResult(fault=LogitsFault(segment.end - 1))
         if sampling.prompt_logprobs is not None:
+            for i, best in enumerate(self._ops.greedy(logits_lv)):
+                if best < 0:
+                    return RowResult(fault=LogitsFault(segment.logits_from + i))
             last = min(segment.end, row.prompt_len - 1)
             result.prompt_logprobs = [
-                self._ops.logprobs(
+                self._logprobs(
                     logits_lv[position - segment.logits_from],
                     row.prompt_ids[position + 1],
                     sampling.prompt_logprobs,
@@ -74,8 +97,15 @@ class Sampler:
                 for position in range(segment.logits_from, last)
             ]
         if token is not None and sampling.logprobs is not None:
-            result.logprobs = self._ops.logprobs(logits_lv[-1], token, sampling.logprobs)
+            result.logprobs = self._logprobs(logits_lv[-1], token, sampling.logprobs)
         return result
+
+    def _logprobs(self, logits_v: Tensor, token: int, top: int) -> TokenLogprobs:
+        count = len(self._tokens)
+        if token in self._tokens:
+            return self._ops.logprobs(logits_v, token, min(top, count))
+        best = self._ops.logprobs(logits_v, 0, min(top, count)).top
+        return TokenLogprobs(NEVER, count + 1, best)
 
     def _draw(self, segment: Segment) -> Draw:
         row = segment.row
@@ -89,9 +119,16 @@ class Sampler:
         )
 
     def _masked(self, sampling: SamplingParams, position: int) -> tuple[int, ...]:
-        if position >= sampling.min_tokens:
-            return ()
-        return (*sampling.stop_ids, *(() if sampling.ignore_eos else self._stop_ids))
+        # A penalty below 1 lifts what is negative, the place of a hole in the prompt too.
+        masked = self._tokens.holes if sampling.repetition_penalty < 1.0 else ()
+        if position < sampling.min_tokens:
+            masked += sampling.stop_ids
+            masked += () if sampling.ignore_eos else self._stop_ids
+        return masked
+
+
+def _samples(segment: Segment) -> bool:
+    return segment.row.sample and segment.end == segment.row.end
 
 
 def _is_plain(segment: Segment) -> bool:
@@ -99,8 +136,7 @@ def _is_plain(segment: Segment) -> bool:
     row, sampling = segment.row, segment.row.sampling
     return (
         sampling.temperature == 0
-        and row.sample
-        and segment.end == row.end
+        and _samples(segment)
         and segment.logits_from == segment.end - 1
         and sampling.logprobs is None
         and sampling.prompt_logprobs is None

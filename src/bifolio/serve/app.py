@@ -1,110 +1,104 @@
-"""The application: routes, keys, limits. One small handler each; the work is in the modules."""
+"""The application: its routes, a small handler each; the work is in the modules."""
 
 from __future__ import annotations
 
-import secrets
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
 from bifolio import __version__
 from bifolio.config import ServerConfig
 from bifolio.disagg.router import PoolRouter
-from bifolio.engine.chat_template import ChatTemplate
 from bifolio.engine.client import EngineClient
+from bifolio.engine.text_files import NAMED_TOKENS
 from bifolio.engine.tokenizer import Tokenizer
-from bifolio.errors import BifolioError, EngineDeadError, RequestError
-from bifolio.serve.admin import PREFIX as ADMIN
+from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, RequestError
+from bifolio.request import DEFAULTED, SamplingParams
 from bifolio.serve.admin import add_admin
 from bifolio.serve.chat import chat
 from bifolio.serve.completions import complete
 from bifolio.serve.failures import MODEL_NOT_FOUND, Failure, failure_of
 from bifolio.serve.metrics import CONTENT_TYPE
-from bifolio.serve.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    parse_body,
-    refuse_extras,
-    shown,
-)
+from bifolio.serve.middleware import add_middleware
+from bifolio.serve.openapi import body_of, describe
+from bifolio.serve.prepare import BODIES, Prepared, Route
+from bifolio.serve.refusals import Refusals
 from bifolio.serve.service import Service
 from bifolio.serve.streams import CLIENT_CLOSED_REQUEST, ClientGoneError
+from bifolio.serve.text_pool import TextService
+from bifolio.words import cut, shown
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
-"""Paths that need no key: they show nothing of requests."""
+MAX_BODY_BYTES = 64 * 2**20
+"""Most bytes of all bodies that are being received or prepared."""
 
-Body = TypeVar("Body", bound=BaseModel)
-Answer = Callable[[Service, Body, Request], Awaitable[Response]]
-
-
-class Gate:
-    """Lets requests with a valid key pass; without keys, all."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and not self._admits(scope):
-            failure = Failure(
-                401,
-                "invalid_request_error",
-                "a valid key is needed: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await failure.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        # Paths of the administrator ask for a key of their own.
-        if scope["path"] in _OPEN_PATHS or scope["path"].startswith(ADMIN):
-            return True
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                kind, _, key = value.partition(b" ")
-                # All keys are compared, each in constant time, so that time tells nothing.
-                matches = [secrets.compare_digest(key.strip(), known) for known in self._keys]
-                return kind.lower() == b"bearer" and any(matches)
-        return False
+Answer = Callable[[Service, Prepared, Request], Awaitable[Response]]
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, or an HTTPException of status 413 as soon as it is longer than `limit` bytes."""
-    too_long = HTTPException(413, f"the body is longer than {limit} bytes")
-    if int(request.headers.get("content-length", 0)) > limit:
-        raise too_long
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
+class BodyReader:
+    """Reads bodies, and bounds the bytes of all that wait to be prepared."""
+
+    def __init__(self, most: int = MAX_BODY_BYTES) -> None:
+        self._left = most
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request, limit: int) -> AsyncIterator[bytes]:
+        """The body, held until the context ends.
+
+        HTTPException of status 413 as soon as it is longer than `limit` bytes; OverloadedError
+        when all bodies together take more than the server holds.
+        """
+        too_long = HTTPException(413, f"the body is longer than {limit} bytes")
+        if _content_length(request) > limit:
             raise too_long
-    return bytes(data)
+        data = bytearray()
+        try:
+            async for chunk in request.stream():
+                if len(chunk) > self._left:
+                    raise OverloadedError(
+                        "the server is reading too many large requests; try again later", 1.0
+                    )
+                data += chunk
+                self._left -= len(chunk)
+                if len(data) > limit:
+                    raise too_long
+            yield bytes(data)
+        finally:
+            self._left += len(data)
+
+
+def _content_length(request: Request) -> int:
+    try:
+        return int(request.headers.get("content-length", 0))
+    except ValueError:
+        raise HTTPException(400, "the Content-Length header is not a number") from None
 
 
 def create_app(
     engine: EngineClient,
     tokenizer: Tokenizer,
-    template: ChatTemplate | None,
+    text: TextService,
     config: ServerConfig,
+    default_sampling: SamplingParams | None = None,
 ) -> FastAPI:
-    """The API over an engine that has started. `app.state.service` holds its state."""
-    service = Service(engine, tokenizer, template, config)
+    """The API over an engine that has started. `app.state.service` holds its state.
+
+    `text` reads bodies; `tokenizer` is for answers. A sampling parameter that is left out is that
+    of `default_sampling`.
+    """
+    service = Service(engine, tokenizer, text, config, default_sampling or SamplingParams())
     # The pages that FastAPI would show load scripts from elsewhere.
     app = FastAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.add_middleware(Gate, keys=config.api_keys)
+    app.state.bodies = BodyReader()
+    app.state.refusals = Refusals(service.metrics)
+    add_middleware(app, config, service.metrics, app.state.refusals)
     _add_failures(app)
     _add_generation(app, service)
     _add_text(app, service)
@@ -112,6 +106,7 @@ def create_app(
     _add_state(app, service)
     if isinstance(engine, PoolRouter) and config.admin_key:
         add_admin(app, engine.fleet, config.admin_key)
+    app.openapi_schema = describe(app)
     return app
 
 
@@ -122,7 +117,7 @@ def _add_failures(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{cut(request.method)} {cut(request.url.path)}: {error.detail}"
         headers = dict(error.headers or {})
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return Failure(error.status_code, kind, message, headers=headers).response()
@@ -135,81 +130,67 @@ def _add_failures(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_client_gone)
     app.add_exception_handler(ClientDisconnect, on_client_gone)
-    app.add_exception_handler(Exception, on_error)
 
 
-def _add_route(
-    app: FastAPI, service: Service, path: str, kind: type[Body], answer: Answer[Body]
-) -> None:
-    """POST `path` with a JSON body of `kind`, read by ourselves for the sake of its errors."""
+def _add_route(app: FastAPI, service: Service, path: str, route: Route, answer: Answer) -> None:
+    """POST `path` with a JSON body, read by ourselves for the sake of its errors."""
 
     async def handler(request: Request) -> Response:
-        data = await read_body(request, service.config.max_request_bytes)
-        return await answer(service, parse_body(kind, data), request)
+        service.check_open(None)
+        async with bodies.read(request, service.config.max_request_bytes) as data:
+            prepared = await service.prepare(route, data, request)
+        return await answer(service, prepared, request)
 
-    schema = _inlined(kind.model_json_schema())
+    bodies: BodyReader = app.state.bodies
     app.add_api_route(
         path,
         handler,
         methods=["POST"],
         name=path,
-        response_class=Response,
-        openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-        },
+        response_class=JSONResponse,
+        openapi_extra=body_of(BODIES[route]),
     )
 
 
-def _inlined(schema: dict[str, Any]) -> Any:
-    """A JSON schema with its definitions in place of the references to them."""
-    definitions = schema.pop("$defs", {})
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            if "$ref" in value:
-                return walk(definitions[value["$ref"].rsplit("/", 1)[1]])
-            return {key: walk(item) for key, item in value.items()}
-        return [walk(item) for item in value] if isinstance(value, list) else value
-
-    return walk(schema)
-
-
 def _add_generation(app: FastAPI, service: Service) -> None:
-    _add_route(app, service, "/v1/chat/completions", ChatBody, chat)
-    _add_route(app, service, "/v1/completions", CompletionBody, complete)
+    _add_route(app, service, "/v1/chat/completions", Route.CHAT, chat)
+    _add_route(app, service, "/v1/completions", Route.COMPLETION, complete)
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
-    async def tokenize(service: Service, body: TokenizeBody, request: Request) -> Response:
+    async def tokenize(service: Service, prepared: Prepared, request: Request) -> Response:
         del request
-        service.check_open(body.model)
-        refuse_extras(body)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("send either prompt or messages", "prompt")
-        if body.prompt is not None:
-            add = body.add_special_tokens is not False
-            ids = await service.encode(body.prompt, add_special_tokens=add)
-        else:
-            ids = await service.encode_chat(body)
-        names = [service.tokenizer.token_text(i) for i in ids]
+        service.check_open(prepared.body(Route.TOKENIZE).model)
+        ids = prepared.prompts[0].ids
         return _json(
             {
                 "count": len(ids),
                 "max_model_len": service.engine.hello.max_model_len,
                 "tokens": ids,
-                "token_strs": names if body.return_token_strs else None,
+                "token_strs": prepared.names,
             }
         )
 
-    async def detokenize(service: Service, body: DetokenizeBody, request: Request) -> Response:
+    async def detokenize(service: Service, prepared: Prepared, request: Request) -> Response:
         del request
-        service.check_open(body.model)
-        refuse_extras(body)
-        ids = service.check_ids(body.tokens, "tokens")
-        return _json({"prompt": service.tokenizer.decode(ids)})
+        service.check_open(prepared.body(Route.DETOKENIZE).model)
+        return _json({"prompt": prepared.text})
 
-    _add_route(app, service, "/tokenize", TokenizeBody, tokenize)
-    _add_route(app, service, "/detokenize", DetokenizeBody, detokenize)
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What clients need that render conversations and count tokens themselves."""
+        tokenizer = service.tokenizer
+        return _json(
+            {name: tokenizer.named.get(name) for name in NAMED_TOKENS}
+            | {
+                "chat_template": service.text.template,
+                "model_max_length": service.engine.hello.max_model_len,
+                "vocab_size": tokenizer.vocab_size,
+            }
+        )
+
+    _add_route(app, service, "/tokenize", Route.TOKENIZE, tokenize)
+    _add_route(app, service, "/detokenize", Route.DETOKENIZE, detokenize)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -220,6 +201,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         "owned_by": "bifolio",
         "max_model_len": service.engine.hello.max_model_len,
         "stop_token_ids": service.stop_ids,
+        "default_sampling": {name: getattr(service.default_sampling, name) for name in DEFAULTED},
     }
 
     @app.get("/v1/models")
@@ -230,7 +212,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """The same by its name."""
-        if name != service.model:
+        if name != service.model.rstrip("/"):  # which it may end in, as paths do
             raise RequestError(f"no model {shown(name)} here", "model", MODEL_NOT_FOUND)
         return _json(card)
 

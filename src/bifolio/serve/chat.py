@@ -13,27 +13,33 @@ from starlette.responses import Response
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, collect
+from bifolio.serve.middleware import answer_id
+from bifolio.serve.prepare import Prepared, Route
 from bifolio.serve.protocol import ChatBody
-from bifolio.serve.service import Service, session_of
+from bifolio.serve.service import Service, session_of, tenant_of
 from bifolio.serve.streams import EventStream, while_connected
 
 
-async def chat(service: Service, body: ChatBody, request: Request) -> Response:
+async def chat(service: Service, prepared: Prepared, request: Request) -> Response:
     """Answer a conversation, whole or as a stream of chunks."""
+    body: ChatBody = prepared.body(Route.CHAT)
     service.check_open(body.model)
-    body.refuse_extras()
-    prompt = await service.encode_chat(body)
+    prompt = prepared.prompts[0].ids
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = service.answer_length(prompt, getattr(body, param), "messages", param)
+    wanted = getattr(body, param)
+    max_tokens = service.answer_length(prompt, wanted, "messages", param)
     envelope = Envelope(
-        "chatcmpl",
+        answer_id(request, "chatcmpl"),
         "chat.completion",
         service.model,
         service.fingerprint,
         chunk_kind="chat.completion.chunk",
     )
     sampling = body.sampling(
-        max_tokens=max_tokens, logprobs=body.top, stop_ids=service.tokenizer.stop_ids
+        service.default_sampling,
+        max_tokens=max_tokens,
+        logprobs=body.top,
+        stop_ids=service.end_ids,
     )
     generation = Generation(
         request_id=envelope.id,
@@ -44,7 +50,10 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
         prompts=[prompt],
         sampling=[sampling],
         session=session_of(request.headers),
+        tenant=tenant_of(request),
+        share_cache=service.config.share_prefix_cache,
         limit=body.time_limit(service.config.request_timeout),
+        wanted=wanted,
     )
     if body.stream:
         return EventStream(_events(service.tokenizer, body, envelope, generation))
@@ -79,6 +88,9 @@ async def _events(
     started: set[int] = set()
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
+            if piece.is_admission:
+                yield b""  # the headers
+                continue
             index = b'{"index":%d,"delta":' % piece.choice
             if piece.choice not in started:
                 started.add(piece.choice)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -14,78 +12,45 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bifolio.engine.tokenizer import Tokenizer
-from bifolio.errors import RequestError
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
 from bifolio.serve.generation import Generation, Piece, Usage, collect
-from bifolio.serve.protocol import MAX_CHOICES, CompletionBody, checked_logprobs, shown
-from bifolio.serve.service import Service, session_of
+from bifolio.serve.middleware import answer_id
+from bifolio.serve.prepare import EncodedPrompt, Prepared, Route
+from bifolio.serve.protocol import CompletionBody
+from bifolio.serve.service import Service, session_of, tenant_of
 from bifolio.serve.streams import EventStream, while_connected
 
 DEFAULT_MAX_TOKENS = 16
 """The OpenAI API's own default."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """Ids of a prompt; the first `added` of them are not in its text but the tokenizer's."""
-
-    ids: list[int]
-    added: int = 0
-
-
-async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
+async def complete(service: Service, prepared: Prepared, request: Request) -> Response:
     """Continue prompts, whole or as a stream of chunks."""
+    body: CompletionBody = prepared.body(Route.COMPLETION)
     service.check_open(body.model)
-    body.refuse_extras()
-    prompts = await _read_prompts(service, body)
-    answer = _Answer(service, body, prompts, session_of(request.headers))
+    answer = _Answer(service, body, prepared.prompts, request)
     if body.stream:
         return EventStream(answer.events())
     found = await while_connected(request.receive, answer.collect())
     return Response(found, media_type="application/json")
 
 
-async def _read_prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
-    prompt = body.prompt
-    one = isinstance(prompt, str) or (
-        isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
-    )
-    if one:
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError(
-            "prompt: must be a text, token ids, or a list that is not empty of either", "prompt"
-        )
-    if len(prompt) > MAX_CHOICES:
-        raise RequestError(f"prompt: {len(prompt)} are more than {MAX_CHOICES}", "prompt")
-    add = body.add_special_tokens is not False
-    found = []
-    for item in prompt:
-        if isinstance(item, str):
-            service.check_chars(item, "prompt")
-            ids = await service.encode(item, add_special_tokens=add)
-            found.append(_Prompt(ids, len(service.tokenizer.prefix) if add else 0))
-        elif isinstance(item, list):
-            found.append(_Prompt(service.check_ids(item, "prompt")))
-        else:
-            raise RequestError(f"prompt: {shown(item)} is neither a text nor token ids", "prompt")
-        await asyncio.sleep(0)  # each is quickly read; all together must not hold up the streams
-    return found
-
-
 class _Answer:
     """The answer to one request."""
 
     def __init__(
-        self, service: Service, body: CompletionBody, prompts: list[_Prompt], session: str
+        self,
+        service: Service,
+        body: CompletionBody,
+        prompts: list[EncodedPrompt],
+        request: Request,
     ) -> None:
         self._body = body
         self._tokenizer = service.tokenizer
         self._echo = bool(body.echo)
         self._n = body.choices
-        logprobs = None if body.logprobs is None else checked_logprobs("logprobs", body.logprobs)
-        self._wants_logprobs = logprobs is not None
+        self._wants_logprobs = body.logprobs is not None
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         # Nothing but the prompt is asked for: the engine makes one token, and we drop it.
         self._prompt_only = self._echo and wanted == 0
@@ -96,13 +61,16 @@ class _Answer:
             )
             sampling.append(
                 body.sampling(
+                    service.default_sampling,
                     max_tokens=length,
-                    logprobs=logprobs,
-                    prompt_logprobs=logprobs if self._echo else None,
-                    stop_ids=service.tokenizer.stop_ids,
+                    logprobs=body.logprobs,
+                    prompt_logprobs=body.logprobs if self._echo else None,
+                    stop_ids=service.end_ids,
                 )
             )
-        self._envelope = Envelope("cmpl", "text_completion", service.model, service.fingerprint)
+        self._envelope = Envelope(
+            answer_id(request, "cmpl"), "text_completion", service.model, service.fingerprint
+        )
         self._generation = Generation(
             request_id=self._envelope.id,
             engine=service.engine,
@@ -111,11 +79,15 @@ class _Answer:
             body=body,
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
-            session=session,
+            session=session_of(request.headers),
+            tenant=tenant_of(request),
+            share_cache=service.config.share_prefix_cache,
             limit=body.time_limit(service.config.request_timeout),
+            wanted=wanted,
         )
+        hidden = self._tokenizer.special_ids if body.skip_special_tokens is not False else ()
         self._choices = [
-            _Choice(service.tokenizer, prompt, index=i * self._n + j)
+            _Choice(service.tokenizer, prompt, i * self._n + j, hidden)
             for i, prompt in enumerate(prompts)
             for j in range(self._n)
         ]
@@ -147,6 +119,9 @@ class _Answer:
         pending: dict[int, list[Piece]] = {}
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
+                if piece.is_admission:
+                    yield b""  # the headers
+                    continue
                 choice = self._choices[piece.choice]
                 text = piece.text
                 blocks = []
@@ -209,13 +184,19 @@ def _chunk(piece: Piece, text: str, logprobs: bytes) -> bytes:
 
 
 class _Choice:
-    """One answer; counts the characters so that each token has its offset in the text."""
+    """One answer; counts the characters so that each token has its offset in the text.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: _Prompt, index: int) -> None:
+    Tokens of the answer that are `hidden` have no characters in it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: EncodedPrompt, index: int, hidden: Collection[int]
+    ) -> None:
         self.index = index
         self.echoed = False
         self._tokenizer = tokenizer
         self._prompt = prompt
+        self._hidden = hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
         """Characters before the next token; -1 where decoding drops the first token's space."""
@@ -231,7 +212,7 @@ class _Choice:
         ids = self._prompt.ids
         whole = b"".join(map(self._tokenizer.token_bytes, ids[self._prompt.added :]))
         self._offset = len(self.prompt_text) - len(whole.decode(errors="replace"))
-        block = self._block(ids, found, self._prompt.added)
+        block = self._block(ids, found, added=self._prompt.added)
         self._utf8.reset()
         self._offset = len(self.prompt_text)
         return block
@@ -240,10 +221,15 @@ class _Choice:
         self, tokens: Sequence[int], found: Sequence[TokenLogprobs] | None
     ) -> dict[str, list[Any]]:
         """The block of tokens of the answer."""
-        return self._block(tokens, found or ())
+        return self._block(tokens, found or (), hidden=self._hidden)
 
     def _block(
-        self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], added: int = 0
+        self,
+        tokens: Sequence[int],
+        found: Sequence[TokenLogprobs | None],
+        *,
+        added: int = 0,
+        hidden: Collection[int] = (),
     ) -> dict[str, list[Any]]:
         block = _joined([])
         for i, (token, entry) in enumerate(zip(tokens, found, strict=False)):
@@ -257,7 +243,7 @@ class _Choice:
                 block["token_logprobs"].append(entry.logprob)
                 top = {_name(self._tokenizer, other): value for other, value in entry.top}
                 block["top_logprobs"].append(top | {name: entry.logprob})
-            if i >= added:
+            if i >= added and token not in hidden:
                 self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
         return block
 

@@ -9,13 +9,16 @@ from pydantic_core import from_json
 
 from bifolio.engine.chat_input import Message
 from bifolio.errors import RequestError
-from bifolio.serve.protocol import shown
+from bifolio.serve.protocol import refuse_unknown
+from bifolio.words import shown
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 """Roles whose content may be null or missing."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_PART_FIELDS = ("type", "text", "refusal", "cache_control", "annotations", "logprobs")
+"""Fields of a part of a message; the last three change no token."""
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -72,6 +75,7 @@ def _text(content: Any, place: str) -> str:
             raise RequestError(
                 f"{place}[{i}]: {what}; send {{'type': 'text', 'text': …}}", f"{place}[{i}]"
             )
+        refuse_unknown(part, _PART_FIELDS, f"{place}[{i}]")
         texts.append(text)
     return "".join(texts)
 

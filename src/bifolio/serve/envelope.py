@@ -6,7 +6,6 @@ Chunks are put together from bytes: of each, only a text and a few numbers are n
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 import orjson
@@ -20,9 +19,9 @@ class Envelope:
     """Identity of one answer; `kind` is `chat.completion` or `text_completion`."""
 
     def __init__(
-        self, prefix: str, kind: str, model: str, fingerprint: str, *, chunk_kind: str | None = None
+        self, name: str, kind: str, model: str, fingerprint: str, *, chunk_kind: str | None = None
     ) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = name
         self._head = {
             "id": self.id,
             "object": kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import orjson
@@ -15,10 +16,22 @@ from bifolio.errors import (
     RequestError,
 )
 from bifolio.request import ErrorCode, Output
+from bifolio.words import cut
+
+MOST_CHARS = 1000
+"""Of the text of an error: what a template or a library says may hold what a client sent."""
+
+_CODES = {
+    HTTPStatus.BAD_REQUEST: "invalid_request",
+    HTTPStatus.UNAUTHORIZED: "invalid_api_key",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.INTERNAL_SERVER_ERROR: ErrorCode.INTERNAL,
+}
+"""Codes of errors that have none of their own, where the status is called otherwise."""
 
 
 class Failure(NamedTuple):
-    """One error as HTTP shows it."""
+    """One error as HTTP shows it. Without a `code` it has that of its status."""
 
     status: int
     kind: str
@@ -29,12 +42,14 @@ class Failure(NamedTuple):
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the error."""
+        status = HTTPStatus(self.status)
+        own = _CODES.get(status) or status.phrase.lower().replace(" ", "_").replace("-", "_")
         return {
             "error": {
-                "message": self.message,
+                "message": cut(self.message, MOST_CHARS),
                 "type": self.kind,
                 "param": self.param,
-                "code": self.code,
+                "code": self.code or own,
             }
         }
 
@@ -81,7 +96,9 @@ def failure_of(error: Exception) -> Failure:
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             return Failure(429, "rate_limit_error", text, code="overloaded", headers=wait)
         case EngineDeadError():
-            return Failure(503, "server_error", text, code="engine_unavailable")
+            return Failure(
+                503, "server_error", text, code="engine_unavailable", headers={"Retry-After": "5"}
+            )
         case GenerationError(code=ErrorCode.DEADLINE):
             # Clients of OpenAI send again what failed with 5xx; this would fail again.
             once = {"x-should-retry": "false"}

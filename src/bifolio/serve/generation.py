@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,14 +15,19 @@ from bifolio.engine.client import EngineClient
 from bifolio.engine.detokenizer import Detokenizer
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import RequestError
-from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from bifolio.serve.failures import GenerationError
+from bifolio.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from bifolio.serve.failures import GenerationError, failure_of
 from bifolio.serve.metrics import Metrics
 from bifolio.serve.protocol import MAX_CHOICES, GenerationBody, TimeLimit, choice_seed
+
+_serials = itertools.count()
+"""Numbers in the engine's names of requests: ids that clients choose need not be unique."""
 
 
 class Piece(NamedTuple):
     """News of one answer. `logprobs` belong to `tokens`, one for each, also to those of a stop.
+
+    The first says nothing but that the engine has put the request in line (`is_admission`).
 
     `finish` is `stop` or `length`; `stop_reason` the stop string, or the id of a stop token that
     the request named, else None.
@@ -35,6 +41,11 @@ class Piece(NamedTuple):
     finish: str | None = None
     stop_reason: str | int | None = None
 
+    @property
+    def is_admission(self) -> bool:
+        """Without news of the answer itself."""
+        return not (self.tokens or self.text or self.finish or self.prompt_logprobs)
+
 
 @dataclass(slots=True)
 class Usage:
@@ -45,16 +56,23 @@ class Usage:
     cached_tokens: int = 0
     pages_checked: int = 0
     workers: Sequence[str] = ()
+    clamped_to: int | None = None
+    """Most tokens that an answer could have, where more were asked for; of several the least."""
 
     def body(self) -> dict[str, object]:
-        """As the API shows it; `pages_checked` is ours, as is `workers`, where there are some."""
+        """As the API shows it. `pages_checked` is ours, as is what only some answers have."""
+        ours: dict[str, object] = {}
+        if self.workers:
+            ours["workers"] = list(self.workers)
+        if self.clamped_to is not None:
+            ours["max_tokens_clamped_to"] = self.clamped_to
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "pages_checked": self.pages_checked,
-        } | ({"workers": list(self.workers)} if self.workers else {})
+        } | ours
 
 
 class _Choice:
@@ -67,16 +85,17 @@ class _Choice:
         self.pages_checked = 0
         self.worker = ""
         self.first_at: float | None = None
+        self.finished = False
         self._detokenizer = detokenizer
         self._named_stops = named_stops
         self._include_stop = detokenizer.include_stop
 
     def take(self, output: Output) -> Piece:
         """What an output adds. A finish of the piece ends the answer, whatever the engine says."""
-        tokens, shown = output.tokens, output.tokens
-        if output.stop_id is not None and tokens and not self._include_stop:
-            shown = tokens[:-1]  # the end token is counted, and its text is no part of the answer
-        text, used, stop = self._detokenizer.push(shown)
+        tokens = output.tokens
+        # The end token is counted, and its text is no part of the answer.
+        ends = output.stop_id is not None and bool(tokens) and not self._include_stop
+        text, used, stop = self._detokenizer.push(tokens, hide_last=ends)
         finish: str | None = None
         stop_reason: str | int | None = stop
         if stop is not None:
@@ -98,7 +117,10 @@ class _Choice:
 
 
 class Generation:
-    """All answers to all prompts of one HTTP request. Choice i * n + j answers prompt i."""
+    """All answers to all prompts of one HTTP request. Choice i * n + j answers prompt i.
+
+    `wanted` is the length that the client asked for, which the context may not hold.
+    """
 
     def __init__(
         self,
@@ -111,7 +133,10 @@ class Generation:
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
         session: str = "",
+        tenant: str = "",
+        share_cache: bool = False,
         limit: TimeLimit,
+        wanted: int | None = None,
     ) -> None:
         n = body.choices
         if len(prompts) * n > MAX_CHOICES:
@@ -123,22 +148,26 @@ class Generation:
         self._limit = limit
         self._n = n
         self._prompt_tokens = sum(map(len, prompts))
+        possible = min(params.max_tokens for params in sampling)
+        self._clamped_to = possible if wanted is not None and wanted > possible else None
         self._requests: list[Request] = []
         self._choices: dict[str, _Choice] = {}
         named_stops = frozenset(body.stop_token_ids or ())
         stops = body.stops
         sampling[0].check(engine.hello.vocab)  # the others differ in seeds and lengths only
+        salt = f"{tenant}/{body.salt}" if tenant and not share_cache else body.salt
         for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             for j in range(n):
                 index = i * n + j
-                name = f"{request_id}-{index}"
+                name = f"{request_id}-{next(_serials)}"
                 seeded = msgspec.structs.replace(params, seed=choice_seed(params.seed, j))
                 self._requests.append(
                     Request(
                         id=name,
                         prompt_ids=prompt,
                         sampling=seeded,
-                        cache_salt=body.salt,
+                        cache_salt=salt,
+                        tenant=tenant or body.salt,
                         session=session,
                         timeout=limit.seconds,
                     )
@@ -161,35 +190,55 @@ class Generation:
             completion_tokens=sum(choice.completion_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[:: self._n]),
             pages_checked=sum(choice.pages_checked for choice in choices),
+            clamped_to=self._clamped_to,
             workers=list(dict.fromkeys(choice.worker for choice in choices if choice.worker)),
         )
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces as they come; close the generator to abort what is not finished."""
-        start = time.monotonic()
-        async with aclosing(self._engine.generate(*self._requests)) as outputs:
-            async for output in outputs:
-                choice = self._choices[output.id]
-                now = time.monotonic()
-                if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
-                    self._metrics.failed(output.error_code or ErrorCode.INTERNAL)
-                    raise GenerationError.of(output, self._limit.cure)
-                if choice.first_at is None and output.tokens:
-                    choice.first_at = now
-                    self._metrics.first_token.observe(now - start)
-                piece = choice.take(output)
-                if piece.finish is not None:
-                    if output.finish is None:
-                        self._engine.abort(output.id)
-                    self._observe_end(choice, piece.finish, start, now)
-                yield piece
+        """Pieces as they come; close the generator to abort what is not finished.
 
-    def _observe_end(self, choice: _Choice, finish: str, start: float, now: float) -> None:
-        self._metrics.finished(finish)
-        self._metrics.latency.observe(now - start)
-        if choice.first_at is not None and choice.completion_tokens > 1:
-            pace = (now - choice.first_at) / (choice.completion_tokens - 1)
-            self._metrics.per_token.observe(pace)
+        The first pieces come when the engine has admitted all requests. Each choice is counted
+        once, by how it ended.
+        """
+        start = time.monotonic()
+        try:
+            async with aclosing(self._engine.generate(*self._requests)) as outputs:
+                async for output in outputs:
+                    choice = self._choices[output.id]
+                    now = time.monotonic()
+                    if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
+                        raise GenerationError.of(output, self._limit.cure)
+                    if choice.first_at is None and output.tokens:
+                        choice.first_at = now
+                    piece = choice.take(output)
+                    if piece.finish is not None:
+                        if output.finish is None:
+                            self._engine.abort(output.id)
+                        self._count_finished(choice, piece.finish, start, now)
+                    yield piece
+        except Exception as error:
+            code = failure_of(error).code or "invalid_request"
+            self._count_unfinished(lambda: self._metrics.failed(code))
+            raise
+        finally:  # the client has hung up, if any are left
+            self._count_unfinished(lambda: self._metrics.finished(FinishReason.ABORT.value))
+
+    def _count_finished(self, choice: _Choice, reason: str, start: float, now: float) -> None:
+        choice.finished = True
+        metrics = self._metrics
+        metrics.finished(reason)
+        metrics.latency.observe(now - start)
+        if choice.first_at is not None:
+            metrics.first_token.observe(choice.first_at - start)
+            if choice.completion_tokens > 1:
+                pace = (now - choice.first_at) / (choice.completion_tokens - 1)
+                metrics.per_token.observe(pace)
+
+    def _count_unfinished(self, count: Callable[[], None]) -> None:
+        for choice in self._choices.values():
+            if not choice.finished:
+                choice.finished = True
+                count()
 
 
 async def collect(pieces: AsyncGenerator[Piece, None]) -> dict[int, list[Piece]]:

@@ -30,6 +30,7 @@ _COUNTERS = {
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
     "pages_checked": ("pages_checked", "Cache pages whose tags were compared"),
     "cache_integrity_failures": ("integrity_failures", "Requests that met a page not expected"),
+    "logits_faults": ("logits_faults", "Requests ended by logits that were not finite numbers"),
     "page_seals_checked": ("seals_checked", "Cache pages whose bytes were digested and compared"),
     "page_seal_failures": ("seal_failures", "Cache pages whose bytes had changed since sealing"),
 }
@@ -56,26 +57,48 @@ class Metrics:
         self.latency = self._histogram(
             "e2e_request_latency_seconds", "From the request to its last token", _SECONDS
         )
+        # Times are those of answers that ended with stop or length: what is cut short is no
+        # sample of how long an answer takes.
         self._success = Counter(
             "bifolio_request_success",
-            "Answers that ended well",
+            "Answers by how they ended: stop, length, or abort (their client hung up)",
             ["finished_reason"],
             registry=self._registry,
         )
         self._errors = Counter(
             "bifolio_request_errors",
-            "Answers that the engine ended with an error",
+            "Answers that ended with an error, or that the engine refused",
             ["code"],
+            registry=self._registry,
+        )
+        self._http_requests = Counter(
+            "bifolio_http_requests",
+            "HTTP requests by status; 499: the client hung up before its answer was complete",
+            ["status"],
+            registry=self._registry,
+        )
+        self._http_refusals = Counter(
+            "bifolio_http_refusals",
+            "Connections and requests that the HTTP front end turned away",
+            ["reason"],
             registry=self._registry,
         )
 
     def finished(self, reason: str) -> None:
-        """Count an answer that ended with `stop` or `length`."""
+        """Count an answer that ended with `stop`, `length`, or `abort`."""
         self._success.labels(reason).inc()
 
     def failed(self, code: str) -> None:
-        """Count an answer that ended with one of the ErrorCodes."""
+        """Count an answer that ended with an error of this code."""
         self._errors.labels(code).inc()
+
+    def answered(self, status: int) -> None:
+        """Count an HTTP request."""
+        self._http_requests.labels(str(status)).inc()
+
+    def refused(self, reason: str) -> None:
+        """Count what `Refusals` turned away."""
+        self._http_refusals.labels(reason).inc()
 
     def text(self) -> bytes:
         """All metrics in the text format of Prometheus."""
@@ -121,6 +144,11 @@ class _EngineCollector(Collector):
             "bifolio_kv_cache_usage_perc",
             "Share of the usable pages that running requests hold (1 means all)",
             value=stats.pages_live / usable if usable else 0.0,
+        )
+        yield CounterMetricFamily(
+            "bifolio_engine_restarts",
+            "Engine processes that took the place of a dead one; its counters began again",
+            value=self._engine.restarts,
         )
         yield from collect_workers(self._engine)
         yield GaugeMetricFamily(

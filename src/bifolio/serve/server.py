@@ -1,4 +1,4 @@
-"""Runs the application with uvicorn, and ends it with grace.
+"""Runs the application with uvicorn within limits, and ends it with grace.
 
 After `stop()`: no new connections; requests that run may finish within `drain_seconds`; then the
 rest is ended with an error that says why. Signals are the caller's: they call `stop`.
@@ -16,13 +16,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from bifolio.config import ServerConfig
+from bifolio.serve.connection import Connection, ConnectionLimits, Connections
 from bifolio.serve.service import Service
 
 _LAST_SECONDS = 2
 """Time for the last error events to leave, after the drain."""
 
-_KEEP_ALIVE_SECONDS = 75
-"""Longer than clients and proxies keep idle connections, so that it is they who close them."""
+_CHECK_TICKS = 10
+"""Ticks of uvicorn, of 0.1 s each, between two looks at the connections."""
 
 _GOODBYE = "the server is shutting down"
 
@@ -37,18 +38,21 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None] | None = None
     ) -> None:
+        limits = ConnectionLimits.of(config)
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=math.ceil(limits.idle_seconds),
                 timeout_graceful_shutdown=math.ceil(config.drain_seconds) + _LAST_SECONDS,
             )
         )
+        self._connections = Connections(limits, app.state.refusals)
+        self.server_state = self._connections
         self._service: Service = app.state.service
         self._drain_seconds = config.drain_seconds
         self._on_ready = on_ready
@@ -59,6 +63,11 @@ class Server(uvicorn.Server):
             self.force_exit = True
             self._service.engine.abort_all(_GOODBYE)
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _CHECK_TICKS == 0:
+            self._connections.check(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

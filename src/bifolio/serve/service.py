@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+
+from starlette.requests import Request
 
 from bifolio import __version__
 from bifolio.config import ServerConfig
-from bifolio.engine.chat_template import ChatTemplate
 from bifolio.engine.client import EngineClient
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError, RequestError
-from bifolio.serve.conversation import read_messages
+from bifolio.request import SamplingParams, context_exceeded
 from bifolio.serve.failures import MODEL_NOT_FOUND
 from bifolio.serve.metrics import Metrics
-from bifolio.serve.protocol import ChatBody, TokenizeBody, shown
+from bifolio.serve.prepare import Prepared, Route, TextLimits
+from bifolio.serve.streams import while_connected
+from bifolio.serve.text_pool import TextService
+from bifolio.words import counted, shown
 
-logger = logging.getLogger(__name__)
 
-_LONG_TEXT = 50_000
-"""Characters from which on text is encoded beside the event loop (about 50 ms of work)."""
+def tenant_of(request: Request) -> str:
+    """Who sent a request, by a digest of its key; empty on a server without keys."""
+    tenant: str = request.scope.get("state", {}).get("tenant", "")
+    return tenant
 
-_MESSAGE_TEXT = 100
-"""Characters that take as long as a message without any."""
-
-CONTEXT_EXCEEDED = "context_length_exceeded"
-
-Result = TypeVar("Result")
 
 SESSION_HEADER = "X-Session-ID"
 MAX_SESSION_CHARS = 128
@@ -50,20 +45,24 @@ class Service:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        text: TextService,
         config: ServerConfig,
+        default_sampling: SamplingParams,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.template = template
+        self.text = text
         self.config = config
+        self.default_sampling = default_sampling
+        """What a request is sampled by that does not say otherwise."""
         self.metrics = Metrics(engine)
         self.model = config.served_name or engine.hello.model
         self.fingerprint = f"bifolio-{__version__} {engine.hello.plan}"
-        self.stop_ids = sorted({*engine.hello.stop_ids, *tokenizer.stop_ids})
+        self.end_ids = frozenset(i for i in tokenizer.stop_ids if i < engine.hello.vocab)
+        """End tokens of the tokenizer that the model has."""
+        self.stop_ids = sorted({*engine.hello.stop_ids, *self.end_ids})
         """End tokens of every answer: those of the checkpoint and those of the tokenizer."""
         self.draining = False
-        self._encoder = ThreadPoolExecutor(1, "encode")
 
     def check_open(self, model: str | None) -> None:
         """Refuse when the server is shutting down, or a model is named that it does not have."""
@@ -76,96 +75,39 @@ class Service:
                 MODEL_NOT_FOUND,
             )
 
-    def check_chars(self, text: str, param: str) -> None:
-        """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
-        limit = self.engine.hello.max_model_len
-        if len(text) > self.tokenizer.most_chars(limit):
-            raise RequestError(
-                f"{param}: {len(text)} characters are more than a context of {limit} tokens holds",
-                param,
-                CONTEXT_EXCEEDED,
-            )
-
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a plain prompt."""
-        ids = await self._work(
-            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    async def prepare(self, route: Route, data: bytes, request: Request) -> Prepared:
+        """Read a body and turn its text into ids, in a text process, while the client waits."""
+        hello = self.engine.hello
+        client = tenant_of(request) or ("" if request.client is None else request.client.host)
+        limits = TextLimits(hello.max_model_len, hello.vocab)
+        return await while_connected(
+            request.receive, self.text.prepare(route, data, limits, client)
         )
-        if self.tokenizer.starts_with_two_bos(ids):
-            logger.warning("a prompt starts with two BOS: its text has one, the tokenizer adds one")
-        return ids
-
-    async def encode_chat(self, body: ChatBody | TokenizeBody) -> list[int]:
-        """Ids of a conversation, rendered by the template."""
-        template = self.template
-        if template is None:
-            raise RequestError(
-                "this model has no chat template; start the server with --chat-template FILE, or "
-                "use /v1/completions",
-                "messages",
-            )
-        messages = read_messages(body.messages or [])
-        size = sum(_MESSAGE_TEXT + len(message["content"] or "") for message in messages)
-
-        def work() -> list[int]:
-            prompt = template.render(
-                messages,
-                tools=body.tools or None,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                continue_final_message=bool(body.continue_final_message),
-                variables=body.chat_template_kwargs,
-            )
-            self.check_chars(prompt.text, "messages")
-            return self.tokenizer.encode(prompt.text, guard=prompt.guard)
-
-        ids = await self._work(size, work)
-        if self.tokenizer.starts_with_two_bos(ids):
-            logger.warning("the chat template writes BOS twice")
-        return ids
-
-    def check_ids(self, ids: Sequence[Any], param: str) -> list[int]:
-        """Token ids from a request: integers below the size of the model's vocabulary."""
-        vocab = self.engine.hello.vocab
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab:
-                raise RequestError(
-                    f"{param}: {shown(token)} is no token id (0 to {vocab - 1})", param
-                )
-        return list(ids)
 
     def answer_length(
         self, prompt: Sequence[int], wanted: int | None, prompt_param: str, param: str
     ) -> int:
-        """Most tokens of an answer: `wanted`, or all that the context has left when None.
+        """Most tokens of an answer: `wanted`, but no more than the context has left.
 
-        RequestError when the context cannot hold prompt and answer, naming its limit.
+        RequestError when the prompt leaves no room, naming the limit, or has a token that the
+        tokenizer knows and the model does not.
         """
-        limit = self.engine.hello.max_model_len
+        limit, vocab = self.engine.hello.max_model_len, self.engine.hello.vocab
+        if (most := max(prompt, default=0)) >= vocab:
+            raise RequestError(
+                f"{prompt_param}: {shown(self.tokenizer.token_text(most))} is token {most} of the "
+                f"tokenizer, but this model has {vocab} tokens; leave it out",
+                prompt_param,
+            )
         if not prompt:
             raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
         if len(prompt) >= limit:
-            raise RequestError(
-                f"{prompt_param}: the prompt has {len(prompt)} tokens and the context {limit}, of "
-                "which at least one is for the answer",
-                prompt_param,
-                CONTEXT_EXCEEDED,
-            )
+            has = f"it has {counted(len(prompt), 'token')}"
+            details = f": {has}, and at least one more is for the answer"
+            raise context_exceeded(limit, details, prompt_param)
         left = limit - len(prompt)
         if wanted is None:
             return left
         if wanted < 1:
-            raise RequestError(f"{param}: {wanted} must be at least 1", param)
-        if wanted > left:
-            raise RequestError(
-                f"{param}: {wanted} tokens behind a prompt of {len(prompt)} are more than the "
-                f"context of {limit}; at most {left} are possible",
-                param,
-                CONTEXT_EXCEEDED,
-            )
-        return wanted
-
-    async def _work(self, size: int, work: Callable[[], Result]) -> Result:
-        """Do it here, or in a thread when it would hold up every other stream."""
-        if size < _LONG_TEXT:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+            raise RequestError(f"{param}: must be at least 1", param)
+        return min(wanted, left)

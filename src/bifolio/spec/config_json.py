@@ -11,6 +11,7 @@ from bifolio.spec.hf import FAMILIES, read_spec
 from bifolio.spec.hf_mla import MLA_FAMILIES, read_mla_spec
 from bifolio.spec.hf_moe import MOE_FAMILIES, read_moe_spec
 from bifolio.spec.model import ModelSpec
+from bifolio.words import shown
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any] | None], ModelSpec]] = (
     dict.fromkeys(FAMILIES, read_spec)
@@ -31,6 +32,7 @@ def read_config(
     reader = _READERS.get(family)
     if reader is None:
         raise UnsupportedError(
-            f"config.json: model_type={family!r} is not supported; families: {', '.join(_READERS)}"
+            f"config.json: model_type={shown(family)} is not supported; families: "
+            f"{', '.join(_READERS)}"
         )
     return reader(config, generation_config)

@@ -6,12 +6,18 @@ and is not computed here is refused with the name of its key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.spec.fields import MOST_LAYERS, Fields
+from bifolio.spec.fields import MOST_EXPERTS, MOST_LAYERS, Fields
 from bifolio.spec.model import ModelSpec, RopeSpec
+from bifolio.words import shown
+
+logger = logging.getLogger(__name__)
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `model_type` that can be read."""
@@ -38,6 +44,25 @@ _NOT_COMPUTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((0,), "mixtures of experts are another family"),
     "num_local_experts": ((0, 1), "mixtures of experts are another family"),
 }
+_UNPROVED = (
+    *("rope_theta", "rms_norm_eps", "max_position_embeddings", "original_max_position_embeddings"),
+    *("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+    *("topk_method", "index_topk"),
+)
+"""Keys whose defaults no tensor's shape can contradict: what is taken for them is said."""
+
+_THETA = 10_000.0
+"""`default_theta` of every family here in transformers."""
+
+_ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+_BESIDE_SECTIONS = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+_ROPE_SIZE = "qk_rope_head_dim"
+"""A size of latent attention, which says nothing to other families."""
+
+_ABOUT_ROTATION = re.compile(r"(^|_)m?(rope|rotary|theta|yarn)")
+MOST_OF_ROPE = 1e12
+"""Beyond any number of a rotation, so that its table is finite."""
+
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
 _ROPE_KEYS |= {"factor", "original_max_position_embeddings"}
 _ROPE_KEYS |= {"low_freq_factor", "high_freq_factor"}
@@ -57,7 +82,8 @@ def read_spec(
     family = fields.text("model_type")
     if family not in FAMILIES:
         raise UnsupportedError(
-            f"config.json: model_type={family!r} is not supported; families: {', '.join(FAMILIES)}"
+            f"config.json: model_type={shown(family)} is not supported; families: "
+            f"{', '.join(FAMILIES)}"
         )
     for key, (harmless, why) in _NOT_COMPUTED.items():
         fields.refuse_unless(key, harmless, why)
@@ -76,7 +102,7 @@ def read_spec(
         vocab=fields.integer("vocab_size"),
         max_position=max_position,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, head_dim, max_position),
+        rope=read_rope(fields, head_dim, max_position, _NOT_COMPUTED),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=family == "qwen2" or fields.flag("attention_bias", False),
         output_bias=family != "qwen2" and fields.flag("attention_bias", False),
@@ -87,7 +113,18 @@ def read_spec(
         bos_id=next(iter(fields.ids("bos_token_id")), None),
     )
     check_shape(spec)
+    say_defaults(fields, family)
     return spec
+
+
+def say_defaults(fields: Fields, family: str) -> None:
+    """Log what was taken for keys that a configuration leaves out, where it changes results."""
+    if taken := fields.defaults(_UNPROVED):
+        logger.warning(
+            "config.json leaves something out; taking the defaults of %s in transformers: %s",
+            family,
+            taken,
+        )
 
 
 def check_shape(spec: ModelSpec) -> None:
@@ -96,6 +133,9 @@ def check_shape(spec: ModelSpec) -> None:
         raise CheckpointError(
             f"{spec.heads} attention heads cannot share {spec.kv_heads} key-value heads"
         )
+    experts = (spec.layers + spec.mtp_layers) * (spec.moe.routed if spec.moe else 0)
+    if experts > MOST_EXPERTS:
+        raise CheckpointError(f"{experts} experts in all layers; at most {MOST_EXPERTS} are read")
     if spec.rope.dim % 2:
         raise CheckpointError(f"rotation needs an even head_dim, not {spec.rope.dim}")
 
@@ -113,49 +153,98 @@ def _head_dim(fields: Fields, family: str, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def read_rope(fields: Fields, head_dim: int, max_position: int) -> RopeSpec:
-    """`rope_scaling` (older files) wins over `rope_parameters`, as in transformers."""
-    rope = fields.part("rope_scaling" if fields.part("rope_scaling").keys() else "rope_parameters")
-    rope.refuse_others(_ROPE_KEYS)
-    rope.refuse_unless("partial_rotary_factor", (1, 1.0), "rotation covers the whole head")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    base = RopeSpec(theta=theta, dim=head_dim)
-    original = fields.integer(
-        "original_max_position_embeddings",
-        rope.integer("original_max_position_embeddings", max_position),
-    )
-    match kind:
-        case "default":
-            return base
-        case "llama3":
-            return RopeSpec(
-                theta=theta,
-                dim=head_dim,
-                kind=kind,
-                factor=rope.number("factor"),
-                original_max_position=original,
-                low_freq_factor=rope.number("low_freq_factor"),
-                high_freq_factor=rope.number("high_freq_factor"),
-            )
-        case "yarn":
-            return RopeSpec(
-                theta=theta,
-                dim=head_dim,
-                kind=kind,
-                factor=rope.number("factor", max_position / original),
-                original_max_position=original,
-                beta_fast=rope.number("beta_fast", 32.0),
-                beta_slow=rope.number("beta_slow", 1.0),
-                attention_factor=rope.optional_number("attention_factor"),
-                mscale=rope.optional_number("mscale"),
-                mscale_all_dim=rope.optional_number("mscale_all_dim"),
-                truncate=rope.flag("truncate", True),
-            )
-        case _:
+def read_rope(
+    fields: Fields, head_dim: int, max_position: int, checked: Collection[str]
+) -> RopeSpec:
+    """How positions are rotated: `rope_parameters`, the older `rope_scaling`, and keys beside them.
+
+    What stands in several places must be the same in all. A key about rotation that is neither
+    known here nor one of `checked` (which the caller has looked at) is refused: a section under
+    another name would not be read.
+    """
+    keys = fields.keys()
+    for key in keys:
+        known = key in (*_ROPE_SECTIONS, *_BESIDE_SECTIONS, _ROPE_SIZE) or key in checked
+        if not known and _ABOUT_ROTATION.search(key.lower()):
             raise UnsupportedError(
-                f"config.json: rope_type={kind!r} is not supported; types: default, llama3, yarn"
+                f"config.json: unknown key {shown(key)} about rotation; known: "
+                f"{', '.join((*_ROPE_SECTIONS, *sorted(_BESIDE_SECTIONS)))}"
             )
+    rope = _joined_rope(fields)
+    rope.refuse_unless("partial_rotary_factor", (1, 1.0), "rotation covers the whole head")
+    kind = rope.text("rope_type", "default")
+    if kind not in ("default", "llama3", "yarn"):
+        raise UnsupportedError(
+            f"config.json: rope_type={shown(kind)} is not supported; types: default, llama3, yarn"
+        )
+    base = RopeSpec(
+        theta=rope.number("rope_theta", _THETA, above=1.0, most=MOST_OF_ROPE),
+        dim=head_dim,
+        kind=kind,
+    )
+    if kind == "llama3":
+        base = _llama3(rope, base, max_position)
+    elif kind == "yarn":
+        base = _yarn(rope, base, max_position)
+    fields.take_defaults(rope)
+    return base
+
+
+def _joined_rope(fields: Fields) -> Fields:
+    """All keys about rotation; CheckpointError where two places contradict each other."""
+    joined: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for section in (*_ROPE_SECTIONS, ""):
+        part = fields.part(section) if section else fields
+        if section:
+            part.refuse_others(_ROPE_KEYS)
+        for key, value in part.items():
+            if section or key in _BESIDE_SECTIONS:
+                name = "rope_type" if key == "type" else key
+                place = f"{section}.{key}" if section else key
+                first = places.setdefault(name, place)
+                if joined.setdefault(name, value) != value:
+                    raise CheckpointError(
+                        f"config.json: {first} is {shown(joined[name])} and {place} is "
+                        f"{shown(value)}; leave one of them out"
+                    )
+    return Fields(joined, "config.json")
+
+
+def _llama3(rope: Fields, base: RopeSpec, max_position: int) -> RopeSpec:
+    low, high = (
+        rope.number(key, most=MOST_OF_ROPE) for key in ("low_freq_factor", "high_freq_factor")
+    )
+    if low >= high:
+        raise CheckpointError(
+            f"config.json: low_freq_factor is {low:g}, which is not below high_freq_factor {high:g}"
+        )
+    return replace(
+        base,
+        factor=rope.number("factor", most=MOST_OF_ROPE),
+        original_max_position=rope.integer("original_max_position_embeddings", max_position),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(rope: Fields, base: RopeSpec, max_position: int) -> RopeSpec:
+    original = rope.integer("original_max_position_embeddings", max_position)
+    attention_factor, mscale, mscale_all_dim = (
+        rope.number(key, above=-MOST_OF_ROPE, most=MOST_OF_ROPE) if key in rope else None
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+    )
+    return replace(
+        base,
+        factor=rope.number("factor", max_position / original, most=MOST_OF_ROPE),
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0, most=MOST_OF_ROPE),
+        beta_slow=rope.number("beta_slow", 1.0, most=MOST_OF_ROPE),
+        attention_factor=attention_factor,
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
+        truncate=rope.flag("truncate", True),
+    )
 
 
 def _windows(fields: Fields, family: str) -> tuple[int | None, ...]:
@@ -185,7 +274,7 @@ def _windows(fields: Fields, family: str) -> tuple[int | None, ...]:
     for kind in kinds:
         if kind not in (_FULL, _SLIDING):
             raise UnsupportedError(
-                f"config.json: layer_types holds {kind!r}; kinds: {_FULL}, {_SLIDING}"
+                f"config.json: layer_types holds {shown(kind)}; kinds: {_FULL}, {_SLIDING}"
             )
     if _SLIDING in kinds and window is None:
         raise CheckpointError(

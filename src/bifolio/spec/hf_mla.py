@@ -13,7 +13,7 @@ from typing import Any
 from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.spec.blocks import IndexerSpec, MLASpec, MoESpec, RouterSpec, Scoring
 from bifolio.spec.fields import MOST_LAYERS, Fields
-from bifolio.spec.hf import read_rope
+from bifolio.spec.hf import check_shape, read_rope, say_defaults
 from bifolio.spec.model import ModelSpec
 
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm_moe_dsa")
@@ -48,6 +48,7 @@ _NOT_COMPUTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_layer_freq": ((1,), "every layer after the dense ones has experts"),
     "sliding_window": ((), "attention is over the whole context"),
 }
+_ABOUT_ROTATION = ("rope_interleave", "indexer_rope_interleave")
 _BY_SIGMOID: dict[str, tuple[tuple[Any, ...], str]] = {
     "scoring_func": (("sigmoid",), "the router scores by sigmoid"),
     "topk_method": (("noaux_tc",), "experts are chosen with a correction bias"),
@@ -86,7 +87,7 @@ def read_mla_spec(
     max_position = fields.integer("max_position_embeddings", defaults["max_position_embeddings"])
     mla = _mla(fields, config, defaults, sparse)
     generation = Fields(generation_config or {}, "generation_config.json")
-    return ModelSpec(
+    spec = ModelSpec(
         architecture="glm_moe_dsa" if sparse else "deepseek_v2" if second else "deepseek_v3",
         hidden=fields.integer("hidden_size"),
         layers=layers,
@@ -97,7 +98,7 @@ def read_mla_spec(
         vocab=fields.integer("vocab_size"),
         max_position=max_position,
         rms_eps=fields.number("rms_norm_eps", 1e-5 if sparse else 1e-6),
-        rope=read_rope(fields, mla.rope, max_position),
+        rope=read_rope(fields, mla.rope, max_position, _ABOUT_ROTATION),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         windows=(None,) * layers,
         stop_ids=tuple(dict.fromkeys(fields.ids("eos_token_id") + generation.ids("eos_token_id"))),
@@ -105,8 +106,11 @@ def read_mla_spec(
         mla=mla,
         moe=_moe_by_softmax(fields, layers) if second else _moe(fields, defaults, layers),
         indexer=_indexer(fields, layers) if sparse else None,
-        mtp_layers=fields.integer("num_nextn_predict_layers", 0, low=0),
+        mtp_layers=fields.integer("num_nextn_predict_layers", 0, low=0, high=MOST_LAYERS),
     )
+    check_shape(spec)
+    say_defaults(fields, fields.text("model_type"))
+    return spec
 
 
 def _mla(

@@ -9,7 +9,7 @@ from typing import Any
 from bifolio.errors import CheckpointError
 from bifolio.spec.blocks import MoESpec, RouterSpec, Scoring
 from bifolio.spec.fields import Fields
-from bifolio.spec.hf import read_spec
+from bifolio.spec.hf import check_shape, read_spec, say_defaults
 from bifolio.spec.model import ModelSpec
 
 MOE_FAMILIES = ("qwen3_moe",)
@@ -42,4 +42,7 @@ def read_moe_spec(
         intermediate=fields.integer("moe_intermediate_size", 768),
         router=RouterSpec(scoring=Scoring.SOFTMAX, normalize=fields.flag("norm_topk_prob", False)),
     )
-    return replace(spec, architecture="qwen3_moe", moe=moe)
+    spec = replace(spec, architecture="qwen3_moe", moe=moe)
+    check_shape(spec)
+    say_defaults(fields, "qwen3_moe")
+    return spec

@@ -150,6 +150,11 @@ class LocalPair:
         return ()
 
     @property
+    def restarts(self) -> int:
+        """None."""
+        return 0
+
+    @property
     def resent(self) -> Mapping[str, int]:
         return {}
 

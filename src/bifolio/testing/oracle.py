@@ -17,6 +17,7 @@ from bifolio.kernels.choose import choose
 from bifolio.kernels.reference_convert import ReferenceConvert
 from bifolio.models.loader import load_models
 from bifolio.models.source import resolve_source
+from bifolio.models.token_ids import token_ids
 from bifolio.request import FinishReason, Output, Request
 from bifolio.runtime.pool import KVPool
 from bifolio.runtime.runner import ModelRunner, RunnerLimits
@@ -38,7 +39,7 @@ class _Half:
         self.runner = ModelRunner(
             {phase: models.phase(phase) for phase in Phase},
             self.pool,
-            Sampler(kernels.sampling, self.spec.stop_ids),
+            Sampler(kernels.sampling, self.spec.stop_ids, token_ids(source)),
             RunnerLimits(max_len, 1, max_len),
             page_kernels=kernels.pages,
             integrity=False,

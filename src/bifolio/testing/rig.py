@@ -98,6 +98,10 @@ class Rig:
     def schedule(self) -> Step | None:
         step = self.scheduler.schedule()
         self._in_flight = step is not None
+        limits = self.scheduler.limits
+        if step is not None:
+            assert len(step.rows) <= limits.max_num_seqs, "more rows than the runner has room for"
+            assert step.tokens <= limits.max_step_tokens, "more tokens than the runner has room for"
         self.check()
         return step
 

@@ -29,12 +29,13 @@ class RigPair:
         """See `core.state.Reservations`."""
         return self._tables.values()
 
-    def give_way(self) -> bool:
+    def give_way(self, tenant: str | None) -> bool:
         """See `core.state.Reservations`."""
-        if not self._tables:
-            return False
-        self.decode.cache.release(self._tables.popitem()[1])
-        return True
+        for request_id, table in reversed(self._tables.items()):
+            if tenant in (None, table.tenant):
+                self.decode.cache.release(self._tables.pop(request_id))
+                return True
+        return False
 
     def send(self, request: Request, known: list[int] | None = None) -> None:
         """Let prefill compute it."""
@@ -49,9 +50,10 @@ class RigPair:
         if request_id not in self._tables:
             request, cache = self.sent[request_id], self.decode.cache
             length = len(request.prompt_ids)
-            table = cache.open(array("I", request.prompt_ids), length, request.cache_salt, length)
+            token_ids = array("I", request.prompt_ids)
+            table = cache.open(token_ids, length, request.cache_salt, length, request.tenant)
             missing = cache.pages_for(length) - len(table.page_ids)
-            room = self.decode.scheduler.has_room(request, missing)
+            room = self.decode.scheduler.find_room(request, missing)
             if not room or not cache.reserve(table, length):
                 cache.release(table)
                 return None

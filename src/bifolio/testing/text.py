@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from bifolio.engine.chat_template import ChatTemplate, TemplateSource
-from bifolio.engine.text_files import compile_template
+from bifolio.engine.text_files import TextSide, compile_template
 from bifolio.engine.tokenizer import Tokenizer
+from bifolio.serve.prepare import Prepared, Route, TextLimits, prepare
 
 BOS, EOS, IM_START, IM_END, THINK = range(256, 261)
 FIRST_WORD = 261
@@ -71,3 +73,16 @@ def chatml(tokenizer: Tokenizer, text: str = CHATML) -> ChatTemplate:
 
 def _special_ids() -> dict[str, int]:
     return {text: BOS + i for i, text in enumerate((*_SPECIAL, "<think>"))}
+
+
+class InlineText:
+    """Prepares requests in this process: for servers whose text side exists as objects only."""
+
+    def __init__(self, text: TextSide) -> None:
+        self._text = text
+        self.template = None if text.template is None else text.template.text
+
+    async def prepare(self, route: Route, data: bytes, limits: TextLimits, client: str) -> Prepared:
+        """See `TextPool.prepare`; nothing is limited."""
+        del client
+        return await asyncio.to_thread(prepare, route, data, self._text, limits)

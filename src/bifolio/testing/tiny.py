@@ -25,7 +25,7 @@ END_OF_TEXT, IM_START, IM_END = 0, 1, 2
 
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _CORPUS = ["the capital of the country is in the north and the river runs to the sea " * 4]
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -146,7 +146,7 @@ def write_model(
     _write_json(folder / "generation_config.json", {"eos_token_id": [IM_END, END_OF_TEXT]})
     write_weights(folder, random_weights(config, seed, dtype), shards)
     if tokenizer:
-        write_tokenizer(folder)
+        write_tokenizer(folder, config["vocab_size"])
     return folder
 
 
@@ -165,9 +165,9 @@ def write_weights(folder: Path, weights: dict[str, Tensor], shards: int = 1) -> 
     _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of at most VOCAB tokens with ChatML markers and a chat template."""
-    build_tokenizer().save(str(folder / "tokenizer.json"))
+def write_tokenizer(folder: Path, vocab: int = VOCAB) -> None:
+    """A byte-level BPE of `vocab` tokens with ChatML markers and a chat template."""
+    build_tokenizer(vocab).save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -175,13 +175,17 @@ def write_tokenizer(folder: Path) -> None:
             "bos_token": _SPECIAL[END_OF_TEXT],
             "eos_token": _SPECIAL[IM_END],
             "add_bos_token": False,
-            "chat_template": _CHAT_TEMPLATE,
+            "chat_template": CHAT_TEMPLATE,
         },
     )
 
 
-def build_tokenizer() -> Tokenizer:
-    """The tiny tokenizer itself: every byte, a few merges, three special tokens."""
+def build_tokenizer(vocab: int = VOCAB) -> Tokenizer:
+    """The tiny tokenizer itself: every byte, a few merges, three special tokens.
+
+    The ids up to `vocab` that this leaves get names, which no text is cut into: ids without a token
+    are never sampled.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -192,7 +196,10 @@ def build_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    return tokenizer
+    settings = json.loads(tokenizer.to_str())
+    ids = settings["model"]["vocab"]
+    ids |= {f"<row{i}>": i for i in range(len(ids), vocab)}
+    return Tokenizer.from_str(json.dumps(settings))
 
 
 def _write_json(path: Path, value: Any) -> None:

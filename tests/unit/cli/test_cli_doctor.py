@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bifolio.cli import checkup
-from bifolio.cli.machine import Limits, read_limits, read_processor
 from bifolio.cli.main import app
+from bifolio.machine import MachineLimits
 from bifolio.models.builtin import BUILTIN, Wheel, builtin_path
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,9 @@ def test_json_holds_the_facts_that_a_program_would_read() -> None:
     assert found["ok"] is True
     assert result.exit_code == 0
     assert found["packages"]["torch"].startswith("2.")
-    assert 1 <= found["limits"]["cores_allowed"] <= found["limits"]["cores"]
+    limits = found["limits"]
+    assert 1 <= limits["threads"] <= limits["cores_allowed"] <= limits["cores"]
+    assert {"memory_limit", "memory_left", "memory_usable", "cpu_quota"} <= set(limits)
     assert set(found["kernels"]) == {"native", "isa", "isas", "read_rate"}
     if found["kernels"]["native"]:
         assert found["kernels"]["isa"] in found["kernels"]["isas"]
@@ -116,7 +118,7 @@ def test_the_digest_of_the_default_model_is_checked(
     assert cures == ([] if intact else [f"rm '{model_path}'"])
 
 
-def limits(**values: float | int | None) -> Limits:
+def limits(**values: float | int | None) -> MachineLimits:
     base = {
         "cores": 8,
         "cores_allowed": 8,
@@ -124,8 +126,9 @@ def limits(**values: float | int | None) -> Limits:
         "memory_total": 64 * 2**30,
         "memory_available": 32 * 2**30,
         "memory_limit": None,
+        "memory_left": None,
     }
-    return Limits(**(base | values))  # type: ignore[arg-type]
+    return MachineLimits(**(base | values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -133,103 +136,36 @@ def limits(**values: float | int | None) -> Limits:
     [
         (limits(), []),
         (limits(cpu_quota=8.0), []),
-        (limits(cpu_quota=2.5), ["serve with --threads 2"]),
-        (limits(cpu_quota=0.5), ["serve with --threads 1"]),
+        (limits(cpu_quota=0.5), []),
+        (limits(memory_left=2**29), ["serve with a smaller --cache-memory, e.g. 256MiB"]),
         (limits(memory_limit=2**29), ["serve with a smaller --cache-memory, e.g. 256MiB"]),
         (limits(memory_available=2**29), ["serve with a smaller --cache-memory, e.g. 256MiB"]),
         (limits(memory_available=None, memory_total=None), []),
     ],
 )
-def test_tight_limits_are_pointed_out(found: Limits, cures: list[str]) -> None:
+def test_tight_limits_are_pointed_out(found: MachineLimits, cures: list[str]) -> None:
     assert [problem.cure for problem in checkup._limit_problems(found)] == cures
 
 
-def tree(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
-
-
-MEMINFO = "MemTotal:       16000000 kB\nMemFree:  5 kB\nMemAvailable:    8000000 kB\n"
-UNLIMITED_V1 = "9223372036854771712\n"
-
-
-def test_limits_of_control_groups_version_2_are_the_tightest_of_all_parents(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        {
-            "proc/meminfo": MEMINFO,
-            "proc/self/cgroup": "0::/a/b\n",
-            "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/a/memory.max": "4000000000\n",
-            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/a/b/memory.max": "max\n",
-        },
-    )
-    found = read_limits(root)
-    assert found.cpu_quota == 1.5
-    assert found.memory_limit == 4_000_000_000
-    assert (found.memory_total, found.memory_available) == (16_384_000_000, 8_192_000_000)
-    assert found.memory_usable == 4_000_000_000
-
-
-def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        {
-            "proc/meminfo": MEMINFO,
-            "proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/x\n1:name=systemd:/\n",
-            "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n",
-            "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": UNLIMITED_V1,
-            "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "2000000000\n",
-        },
-    )
-    found = read_limits(root)
-    assert (found.cpu_quota, found.memory_limit) == (3.0, 2_000_000_000)
-
-
-def test_in_a_container_the_mount_itself_holds_the_limits(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/docker/of/the/host\n",
-            "sys/fs/cgroup/cpu.max": "50000 100000\n",
-            "sys/fs/cgroup/memory.max": "1000000\n",
-        },
-    )
-    found = read_limits(root)
-    assert (found.cpu_quota, found.memory_limit) == (0.5, 1_000_000)
-
-
-@pytest.mark.parametrize("limit", ["max\n", UNLIMITED_V1, "16384000000\n"])
-def test_a_limit_that_limits_nothing_is_none(tmp_path: Path, limit: str) -> None:
-    root = tree(
-        tmp_path,
-        {
-            "proc/meminfo": MEMINFO,
-            "proc/self/cgroup": "0::/\n",
-            "sys/fs/cgroup/memory.max": limit,
-            "sys/fs/cgroup/cpu.max": "max 100000\n",
-        },
-    )
-    found = read_limits(root)
-    assert (found.cpu_quota, found.memory_limit) == (None, None)
-    assert found.memory_usable == 8_192_000_000
-
-
-def test_without_proc_and_sys_nothing_is_invented(tmp_path: Path) -> None:
-    found = read_limits(tmp_path)
-    assert (found.cpu_quota, found.memory_limit, found.memory_total) == (None, None, None)
-    assert found.memory_usable is None
-    assert read_processor(tmp_path).features == ()
-
-
-def test_the_processor_is_read_from_its_first_entry(tmp_path: Path) -> None:
-    entry = "model name\t: Fast 9000\nflags\t\t: fpu avx2 avx512_vnni avx2x\n\n"
-    root = tree(tmp_path, {"proc/cpuinfo": entry + entry.replace("Fast", "Slow")})
-    processor = read_processor(root)
-    assert processor.name == "Fast 9000"
-    assert processor.features == ("avx2", "avx512_vnni")
+@pytest.mark.parametrize(
+    ("found", "lines"),
+    [
+        (limits(cores_allowed=4), ["4 of 8; 4 threads by default", "32.0 GiB free of 64.0 GiB"]),
+        (
+            limits(cpu_quota=2.5, memory_limit=2**32, memory_left=2**30),
+            [
+                "8 of 8, quota of the control group: 2.5 cores; 2 threads by default",
+                "limited to 4.0 GiB by the control group, which has 1.0 GiB left",
+            ],
+        ),
+        (limits(cpu_quota=0.2), ["quota of the control group: 0.2 cores; 1 thread by default"]),
+    ],
+)
+def test_what_a_process_may_use_is_shown(
+    found: MachineLimits, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "read_limits", lambda: found)
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = doctor().stdout
+    for line in lines:
+        assert line in shown

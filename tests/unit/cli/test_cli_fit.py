@@ -9,12 +9,12 @@ from structlog.testing import capture_logs
 
 from bifolio.cli import launch
 from bifolio.cli.fit import check_fit
-from bifolio.cli.machine import Limits
 from bifolio.config import resolve
 from bifolio.errors import ConfigError
+from bifolio.machine import MachineLimits
 
 
-def limits(**changes: Any) -> Limits:
+def limits(**changes: Any) -> MachineLimits:
     fields = {
         "cores": 4,
         "cores_allowed": 2,
@@ -22,11 +22,12 @@ def limits(**changes: Any) -> Limits:
         "memory_total": 2**34,
         "memory_available": 2**33,
         "memory_limit": None,
+        "memory_left": None,
     }
-    return Limits(**(fields | changes))
+    return MachineLimits(**(fields | changes))
 
 
-def check(machine: Limits, **options: Any) -> None:
+def check(machine: MachineLimits, **options: Any) -> None:
     check_fit(resolve({"model": "m"} | options), machine)
 
 
@@ -36,22 +37,22 @@ def check(machine: Limits, **options: Any) -> None:
         (
             limits(),
             {"cache_memory": "900GiB"},
-            "--cache-memory 900GiB is beyond the 16.0GiB of memory that this machine has; ask for",
+            "--cache-memory 900GiB is beyond the 8.0GiB of memory that this machine has free; ask",
         ),
         (
-            limits(memory_limit=3 * 2**29),
+            limits(memory_limit=4 * 2**30, memory_left=3 * 2**29),
             {"cache_memory": "2GB"},
-            "--cache-memory 2GB is beyond the 1.5GiB of memory that its control group leaves",
+            "--cache-memory 2GB is beyond the 1.5GiB of memory that its control group has free",
         ),
         (
             limits(),
             {"cache_memory": "6GiB", "pools": "2p1d"},
-            "--cache-memory 6GiB for each of 3 workers is beyond the 16.0GiB",
+            "--cache-memory 6GiB for each of 3 workers is beyond the 8.0GiB",
         ),
     ],
 )
 def test_caches_beyond_the_memory_are_refused_with_both_sizes(
-    machine: Limits, options: dict[str, Any], words: str
+    machine: MachineLimits, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         check(machine, **options)
@@ -59,15 +60,19 @@ def test_caches_beyond_the_memory_are_refused_with_both_sizes(
 
 
 def test_caches_that_fit_or_that_nobody_can_judge_are_taken() -> None:
-    check(limits(), cache_memory="16GiB")
-    check(limits(), cache_memory="4GiB", pools="2p1d")
-    check(limits(memory_total=None), cache_memory="900GiB")
+    check(limits(), cache_memory="8GiB")
+    check(limits(), cache_memory="2GiB", pools="2p1d")
+    check(limits(memory_limit=2**32, memory_left=2**31), cache_memory="2GiB")
+    check(limits(memory_available=None), cache_memory="900GiB")
 
 
 @pytest.mark.parametrize(("threads", "said"), [(0, 0), (2, 0), (3, 1), (999, 1)])
-def test_more_threads_than_cores_are_pointed_out(threads: int, said: int) -> None:
+@pytest.mark.parametrize("machine", [limits(), limits(cores_allowed=4, cpu_quota=2.5)])
+def test_more_threads_than_cores_are_pointed_out(
+    machine: MachineLimits, threads: int, said: int
+) -> None:
     with capture_logs() as logs:
-        check(limits(), threads=threads)
+        check(machine, threads=threads)
     found = [e for e in logs if e["event"] == "more threads than cores only slow down"]
     assert len(found) == said
     for entry in found:

@@ -51,6 +51,20 @@ def test_a_key_that_nothing_asks_for_is_pointed_out(options: dict[str, Any], sai
     assert any("--admin-key" in entry.get("cure", "") for entry in announced(options)) == said
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cors_origin": "*"}, True),
+        ({"cors_origin": "*", "api_key": "k"}, False),
+        ({"cors_origin": "https://app.example"}, False),
+    ],
+)
+def test_a_server_that_all_web_pages_can_use_is_pointed_out(
+    options: dict[str, Any], said: bool
+) -> None:
+    assert any("--cors-origin" in entry.get("cure", "") for entry in announced(options)) == said
+
+
 @pytest.mark.parametrize(("options", "said"), [({}, True), ({"max_model_len": 256}, False)])
 def test_a_context_that_the_cache_shortens_is_pointed_out_with_the_cure(
     options: dict[str, Any], said: bool

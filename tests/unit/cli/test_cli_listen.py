@@ -1,12 +1,33 @@
 from __future__ import annotations
 
+import resource
 import socket
 from typing import Any
 
 import pytest
 
-from bifolio.cli.listen import bind, is_local, listen, url_of
+from bifolio.cli.listen import bind, is_local, listen, raise_open_files, url_of
 from bifolio.errors import ConfigError
+
+
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
+        raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_system_that_grants_less_than_it_says_leaves_the_limit_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    raise_open_files()
 
 
 def test_port_0_is_a_free_port_that_the_address_names() -> None:

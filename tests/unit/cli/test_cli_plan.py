@@ -15,8 +15,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from bifolio.cli import plan_machine
 from bifolio.cli.main import app
 from bifolio.kernels.native import available
+from bifolio.machine import MachineLimits
 from bifolio.planner.presets import PRESETS
 from bifolio.testing.tiny import tiny_config, write_model
 
@@ -260,3 +262,27 @@ def test_this_machine_is_measured_by_the_native_kernels() -> None:
     # Anything that runs this test, and others beside it, reads between 1 MB/s and 10 TB/s.
     assert 1e6 < found["read_bytes_per_second"] < 1e13
     assert "native kernels measured now" in found["source"]
+
+
+@pytest.mark.parametrize(
+    ("free", "left", "asked", "expected"),
+    [(8, None, None, 8), (8, 3, None, 3), (8, 3, 64, 64)],
+)
+def test_this_machine_has_the_memory_that_is_free_now(
+    free: int, left: int | None, asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not available():
+        pytest.skip("this build has no native kernels")
+    found = MachineLimits(
+        cores=2,
+        cores_allowed=1,
+        cpu_quota=None,
+        memory_total=16,
+        memory_available=free,
+        memory_limit=left and left + 1,
+        memory_left=left,
+    )
+    monkeypatch.setattr(plan_machine, "read_limits", lambda: found)
+    for rate in ("_read_rate", "_multiply_rate"):
+        monkeypatch.setattr(plan_machine, rate, lambda *_: 1.0)
+    assert plan_machine.measure_machine(asked).memory_bytes == expected

@@ -34,14 +34,20 @@ EVERY_OPTION = {
     "--max-step-tokens": ("128", "engine.max_step_tokens", 128),
     "--max-waiting": ("9", "engine.max_waiting", 9),
     "--no-integrity": (None, "engine.integrity", False),
+    "--share-prefix-cache": (None, "share_prefix_cache", True),
     "--no-prefix-cache": (None, "engine.prefix_cache", False),
     "--log-level": ("error", "engine.log_level", "error"),
     "--host": ("::1", "host", "::1"),
     "--port": ("0", "port", 0),
     "--api-key": ("k", "api_keys", ("k",)),
+    "--allowed-host": ("Box.lan", "allowed_hosts", ("box.lan",)),
+    "--cors-origin": ("https://App.example/", "cors_origins", ("https://app.example",)),
+    "--max-connections": ("40", "max_connections", 40),
+    "--max-connections-per-address": ("9", "max_connections_per_address", 9),
     "--admin-key": ("k", "admin_key", "k"),
     "--served-name": ("n", "served_name", "n"),
     "--chat-template": ("t.jinja", "chat_template", "t.jinja"),
+    "--generation-config": ("none", "generation_config", "none"),
     "--drain-seconds": ("1.5", "drain_seconds", 1.5),
     "--request-timeout": ("9.5", "request_timeout", 9.5),
 }
@@ -191,6 +197,10 @@ def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
                 assert (real[name], text) == (True, "on")
             case "request_timeout":
                 assert (real[name], text) == (None, "no limit")
+            case "share_prefix_cache":
+                assert (real[name], text) == (False, "off")
+            case "allowed_hosts" | "cors_origins":
+                assert real[name] == ()
             case "prefill" | "decode" | "served_name" | "chat_template" | "pools" | "admin_key":
                 assert not real.get(name)
             case "on_worker_loss" | "transport":

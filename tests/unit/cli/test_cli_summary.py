@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from typing import Any
 
 from msgspec import structs
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from bifolio.cli.summary import Summary, curl_line, show
 from bifolio.config import ServerConfig, resolve
 from bifolio.engine.messages import Hello
+from bifolio.models.default_sampling import default_sampling_of
 
 HELLO = Hello(
     model="/somewhere/model.gguf",
@@ -28,9 +30,12 @@ HELLO = Hello(
 SHORTENED = structs.replace(HELLO, model_positions=8192, model_bytes=181 * 2**20)
 
 
-def summary_of(hello: Hello = HELLO, **options: object) -> Summary:
+def summary_of(
+    hello: Hello = HELLO, generation_config: dict[str, Any] | None = None, **options: object
+) -> Summary:
     config: ServerConfig = resolve({"model": "m", **options})
-    return Summary.of(config, hello, "http://127.0.0.1:8123", "it's", 1.23456)
+    sampling = default_sampling_of(generation_config or {})
+    return Summary.of(config, hello, "http://127.0.0.1:8123", "it's", sampling, 1.23456)
 
 
 def test_the_summary_counts_pages_tokens_and_bytes() -> None:
@@ -51,8 +56,17 @@ def test_the_summary_counts_pages_tokens_and_bytes() -> None:
         "integrity": True,
         "prefix_cache": True,
         "api_key_needed": False,
+        "sampling": "",
         "start_seconds": 1.235,
     }
+
+
+def test_recommended_sampling_is_shown_where_there_is_some() -> None:
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 1.0}
+    summary = summary_of(generation_config=recommended)
+    assert summary.sampling == "temperature 0.6, top_k 20 (generation_config.json)"
+    assert summary.sampling in shown(summary)
+    assert "sampling" not in shown(summary_of())
 
 
 def test_the_curl_line_survives_a_shell_and_is_a_valid_request() -> None:

@@ -1,5 +1,7 @@
 """A place that cannot be written is refused before anything is computed."""
 
+import os
+
 import pytest
 from typer.testing import CliRunner
 
@@ -38,3 +40,26 @@ def test_an_evaluation_is_not_begun_whose_results_have_no_place(command, tmp_pat
     result = CliRunner().invoke(app, [*options, "--out", str(tmp_path / "file")])
     assert result.exit_code == 2
     assert "is no folder" in result.output + result.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("plan", "-m", "smollm2-135m", "--trace"),
+        ("bench", "--trace"),
+        ("bench", "compare", "bf16/bf16", "bf16/fp8", "--trace"),
+        ("calibrate", "folder", "--data"),
+        ("compress", "folder", "target", "--calibration"),
+        ("eval", "tasks", "--candidate", "bf16/fp8", "--tasks"),
+        ("eval", "gate", "--candidate", "bf16/fp8", "--margin", "0.1", "--tasks"),
+        ("eval", "distance", "--candidate", "bf16/fp8"),
+        ("serve", "smollm2-135m", "--config"),
+        ("cluster", "up"),
+    ],
+)
+def test_no_command_reads_from_a_device_or_waits_for_a_pipe(options, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):
+        result = CliRunner().invoke(app, [*options, name])
+        assert result.exit_code == 2
+        assert f"{name} is a folder, a device or a pipe; name a plain file" in result.stderr

@@ -69,7 +69,7 @@ def test_each_request_that_shares_a_bad_page_ends_by_its_own_check() -> None:
     rig.check_idle()
 
 
-def test_a_row_without_logits_ends_its_request_and_blames_no_page() -> None:
+def test_logits_that_are_not_finite_end_their_request_and_blame_no_page() -> None:
     model = ScriptedModel()
     rig = Rig(pages=24, limits=LIMITS, model=model)
     neighbour, victim = ask("neighbour", list(range(9))), ask("victim", list(range(100, 109)))
@@ -83,12 +83,12 @@ def test_a_row_without_logits_ends_its_request_and_blames_no_page() -> None:
     rig.commit(step, results)
     answer = rig.answers["victim"]
     assert (answer.finish, answer.error_code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
-    assert answer.error is not None and "logits behind position 9 are all NaN" in answer.error
+    assert answer.error is not None and "logits after position 9 are not all finite" in answer.error
     assert len(answer.tokens) == 1, "no token of the step without logits was sent"
     rig.run()
     assert rig.answers["neighbour"].tokens == model.expected_answer(neighbour)
     stats = rig.scheduler.stats()
-    assert (stats.integrity_faults, stats.quarantined_pages) == (0, 0)
+    assert (stats.logits_faults, stats.integrity_faults, stats.quarantined_pages) == (1, 0, 0)
     rig.check_idle()
 
 

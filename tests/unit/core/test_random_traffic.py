@@ -7,6 +7,7 @@ inserted wrongly is seen as wrong content and not only as a wrong count. Freed p
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bifolio.core import Limits, RowResult, SchedulerStats, Step
+from bifolio.core.queue import has_place
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.request import ErrorCode, FinishReason, Request, SamplingParams
 from bifolio.testing.rig import Rig
@@ -25,6 +27,8 @@ VOCAB = 48
 STOP_ID = 3
 MAX_LEN = 40
 MAX_WAITING = 12
+MAX_KEPT_WAITING = 2
+"""Steps that who has nothing may wait for its turn while another has more than its share."""
 ENDS = (ErrorCode.CACHE_INTEGRITY, ErrorCode.CACHE_EXHAUSTED, ErrorCode.DEADLINE)
 """Errors that a request may end with."""
 PAGE = 4
@@ -40,6 +44,7 @@ class Wish(NamedTuple):
     prompt_share: float
     answer_share: float
     tail: list[int]
+    tenant: str
     salt: str
     sampling: dict[str, object]
     timeout: float | None = None
@@ -52,7 +57,8 @@ class Wish(NamedTuple):
             id=name,
             prompt_ids=prompt,
             sampling=sampling,
-            cache_salt=self.salt,
+            tenant=self.tenant,
+            cache_salt=f"{self.tenant} {self.salt}",
             timeout=self.timeout,
         )
 
@@ -63,7 +69,8 @@ wishes = st.builds(
     prompt_share=st.floats(0.0, 1.0),
     answer_share=st.one_of(st.floats(0.0, 0.3), st.floats(0.0, 1.1)),
     tail=st.lists(st.integers(0, VOCAB - 1), max_size=3),
-    salt=st.sampled_from(["", "", "b"]),
+    tenant=st.sampled_from(["a", "a", "a", "b", "c"]),
+    salt=st.sampled_from(["", "", "", "s"]),
     sampling=st.fixed_dictionaries(
         {
             "min_tokens": st.integers(0, 3),
@@ -101,6 +108,8 @@ class Traffic(RuleBasedStateMachine):
         self.changed: set[str] = set()
         """Requests that lived through a change of weights: no single answer is right."""
         self.quiet_steps = 0
+        self.kept_waiting: Counter[str] = Counter()
+        """Steps in which a request waited although it was due (`due`)."""
         self.now = 0.0
 
     @initialize(options=settings_of_engine)
@@ -109,6 +118,7 @@ class Traffic(RuleBasedStateMachine):
         # With decoded pages shared among unlike weights an answer may depend on the cache by
         # design; then ownership is checked but content is not.
         self.exact = not (two and options["reuse_decoded"])
+        self.seats = min(options["seats"], options["step_tokens"])
         self.rig = Rig(
             pages=options["pages"],
             page_size=PAGE,
@@ -132,7 +142,9 @@ class Traffic(RuleBasedStateMachine):
         if not prompt or len(prompt) + asked > longest:
             with pytest.raises(RequestError):
                 self.rig.add(request)
-        elif self.rig.scheduler.stats().waiting >= MAX_WAITING:
+        elif self.rig.scheduler.stats().waiting >= MAX_WAITING and not has_place(
+            self.rig.scheduler._queue.waiting(), request.tenant, MAX_WAITING
+        ):
             with pytest.raises(OverloadedError):
                 self.rig.add(request)
         else:
@@ -150,7 +162,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(execute=st.booleans())
     def schedule(self, execute: bool) -> None:
         """Begin a step; aborts and late writers come before or after it is executed."""
-        self.flying = self.rig.schedule()
+        self.flying = self.plan()
         if self.flying is None:
             self.finish_step(None)
         elif execute:
@@ -167,7 +179,7 @@ class Traffic(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         for _ in range(count):
             if self.rig.scheduler.has_work:
-                self.finish_step(self.rig.schedule())
+                self.finish_step(self.plan())
 
     @rule(which=st.integers(0, 30), bytes_only=st.booleans())
     def spoil(self, which: int, bytes_only: bool) -> None:
@@ -207,7 +219,7 @@ class Traffic(RuleBasedStateMachine):
         if not now:
             return
         while self.rig.scheduler.has_work:
-            self.finish_step(self.rig.schedule())
+            self.finish_step(self.plan())
         self.rig.check_idle()
         assert not self.open_requests()
 
@@ -225,6 +237,15 @@ class Traffic(RuleBasedStateMachine):
     def open_requests(self) -> list[str]:
         return [name for name, answer in self.rig.answers.items() if answer.finish is None]
 
+    def plan(self) -> Step | None:
+        """Begin a step, in which whose turn it is must not wait because others have too much."""
+        due = self.due()
+        step = self.rig.schedule()
+        if step is not None and due is not None and due in self.rig.scheduler._waiting:
+            self.kept_waiting[due] += 1
+            assert self.kept_waiting[due] <= MAX_KEPT_WAITING, self.rig.scheduler.dump()
+        return step
+
     def finish_step(self, step: Step | None) -> None:
         before = self.open_requests()
         results, self.results = self.results, None
@@ -239,6 +260,26 @@ class Traffic(RuleBasedStateMachine):
         # next in line is admitted at the latest when nothing runs.
         self.quiet_steps = 0 if ended else self.quiet_steps + 1
         assert self.quiet_steps <= 2 * MAX_LEN, f"nobody ends\n{self.rig.scheduler.dump()}"
+
+    def due(self) -> str | None:
+        """A request whose turn it is, of a tenant of which nothing runs, that has a place when the
+        seats go round and would stay within its share of the pages, while another tenant holds more
+        than its share and could give some back.
+        """
+        scheduler, cache = self.rig.scheduler, self.rig.cache
+        head, held = scheduler._queue.head(), cache.held()
+        taken = Counter(s.tenant for s in scheduler._running.values())
+        if head is None or taken[head.tenant] or not has_place(taken, head.tenant, self.seats):
+            return None
+        running, account = scheduler._running.values(), scheduler._queue.account
+        prompts = [s for s in running if len(s.token_ids) - s.table.computed > 1]
+        if any(account(sequence) <= account(head) for sequence in prompts):
+            return None
+        share = self.rig.pool.usable // len(scheduler._queue.tenants)
+        if cache.pages_for(len(head.token_ids)) > share:
+            return None
+        beyond = [tenant for tenant, pages in held.items() if pages > share and taken[tenant] > 1]
+        return head.id if beyond else None
 
     def judge(self, name: str) -> None:
         request, answer = self.requests[name], self.rig.answers[name]
@@ -304,8 +345,10 @@ def heavy_traffic(seed: int, moves: int) -> SchedulerStats:
         tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(3))]
         share = rng.random() ** 2
         timeout = rng.choice([None, None, rng.randrange(1, 50)])
-        salt = rng.choice("aab")
-        return Wish(rng.randrange(3), 0.9 * share, rng.random(), tail, salt, sampling, timeout)
+        tenant, salt = rng.choice("aaabc"), rng.choice(["", "", "s"])
+        return Wish(
+            rng.randrange(3), 0.9 * share, rng.random(), tail, tenant, salt, sampling, timeout
+        )
 
     for _ in range(moves):
         while traffic.rig.scheduler.stats().waiting < 3:

@@ -27,7 +27,9 @@ def mixed_requests(rng: random.Random, count: int, longest: int) -> list[Request
             prompt_logprobs=rng.choice([None, None, 2]),
         )
         salt = rng.choice("ab")
-        requests.append(Request(id=str(i), prompt_ids=prompt, cache_salt=salt, sampling=sampling))
+        requests.append(
+            Request(id=str(i), prompt_ids=prompt, tenant=salt, cache_salt=salt, sampling=sampling)
+        )
     return requests
 
 

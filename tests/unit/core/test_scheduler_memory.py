@@ -15,7 +15,7 @@ from bifolio.testing.scripted import ScriptedModel
 
 def ask(name: str, prompt: list[int], max_tokens: int, salt: str = "") -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(id=name, prompt_ids=prompt, cache_salt=salt, sampling=sampling)
+    return Request(id=name, prompt_ids=prompt, tenant=salt, cache_salt=salt, sampling=sampling)
 
 
 def own_prompt(number: int, length: int) -> list[int]:
@@ -88,7 +88,7 @@ def test_a_pool_too_small_for_all_serves_them_in_bounded_work(two_writers: bool)
     model = ScriptedModel(decode_writer=2 if two_writers else 1)
     limits = Limits(max_model_len=10**9, max_num_seqs=8, max_step_tokens=32)
     rig = Rig(pages=16, model=model, limits=limits)
-    with pytest.raises(RequestError, match="ask for at most 56"):
+    with pytest.raises(RequestError, match="at most 56 are possible"):
         rig.add(ask("boundless", own_prompt(1, 8), 10**6))
     requests = [ask(str(i), own_prompt(i, 8), 56) for i in range(8)]
     for request, answer in zip(requests, rig.run(*requests), strict=True):
@@ -148,7 +148,7 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     rng = random.Random(7)
     rig = Rig(pages=16, limits=Limits(max_model_len=64, max_num_seqs=6, max_step_tokens=64))
     for i in range(60):
-        rig.add(ask(str(i), own_prompt(i, rng.randrange(1, 9)), rng.randrange(1, 48), str(i % 7)))
+        rig.add(ask(str(i), own_prompt(i, rng.randrange(1, 9)), rng.randrange(1, 48)))
     newest, preemptions = 0, 0
     while (step := rig.schedule()) is not None:
         generations = {row.generation for row in step.rows}
@@ -229,7 +229,7 @@ def test_a_shrunken_pool_refuses_what_it_used_to_take() -> None:
     rig = Rig(pages=12, limits=Limits(max_model_len=48))
     shrink(rig, 6)
     assert rig.scheduler.max_request_tokens == 24
-    with pytest.raises(RequestError, match="holds 24 tokens"):
+    with pytest.raises(RequestError, match="length is 24 tokens"):
         rig.add(ask("a", own_prompt(1, 20), 5))
 
 
@@ -239,7 +239,7 @@ def test_every_page_can_be_quarantined_without_a_crash() -> None:
     shrink(rig, 4)
     rig.run()
     assert rig.answers["a"].error_code is ErrorCode.CACHE_EXHAUSTED
-    with pytest.raises(RequestError, match="holds 0 tokens"):
+    with pytest.raises(RequestError, match="length is 0 tokens"):
         rig.add(ask("b", [1], 1))
 
 
@@ -251,7 +251,7 @@ def test_a_row_that_finds_no_page_leaves_its_share_of_logits_to_the_others() -> 
     rig.step()
     for number, name, salt in ((3, "first", "x"), (4, "second", "y")):
         prompt, sampling = own_prompt(number, 12), SamplingParams(max_tokens=2, prompt_logprobs=1)
-        rig.add(Request(id=name, prompt_ids=prompt, sampling=sampling, cache_salt=salt))
+        rig.add(Request(id=name, prompt_ids=prompt, sampling=sampling, tenant=salt))
     step = rig.schedule()
     assert step is not None
     assert [row.request_id for row in step.rows] == [*others, "second"]

@@ -198,8 +198,8 @@ def test_no_more_is_reserved_than_seats_and_growth_allow():
 def test_a_request_that_the_decode_side_can_never_serve_is_refused_before_it_has_pages():
     two = pair(pages=(32, 4))
     two.send(request("a", 8, max_tokens=20))
-    with pytest.raises(RequestError, match="max_tokens"):
-        two.decode.scheduler.has_room(two.sent["a"], 2)
+    with pytest.raises(RequestError, match="at most 8 are possible"):
+        two.decode.scheduler.find_room(two.sent["a"], 2)
 
 
 def test_late_signals_of_a_transfer_are_ignored():

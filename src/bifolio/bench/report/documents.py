@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from bifolio.bench.results import KIND, SCHEMA
 from bifolio.errors import ConfigError, cause_of
+from bifolio.input_files import LARGE_BYTES, parse_json, read_text, visible
 
 _EVAL = "bifolio.eval/"
 
@@ -48,7 +48,7 @@ def read_documents(folder: Path) -> Documents:
     for path in _files(folder):
         name = str(path.relative_to(folder))
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(read_text(path, LARGE_BYTES))
         except (OSError, ValueError) as error:
             found.skipped.append(f"{name} cannot be read: {cause_of(error)}")
             continue
@@ -63,8 +63,8 @@ def read_documents(folder: Path) -> Documents:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*.json"))
-    yield from sorted(p for p in folder.glob("*/*.json") if p.parent.name != "aiperf")
+    yield from visible(folder, "*.json")
+    yield from (p for p in visible(folder, "*/*.json") if p.parent.name != "aiperf")
 
 
 def _sort_in(document: Document, name: str, found: Documents) -> bool:

@@ -28,7 +28,9 @@ class Pair:
         return f"{self.before} → {self.after}"
 
     def at(self, concurrency: int | None) -> float | None:
-        """Ratio of output tokens a second at one load."""
+        """Ratio of output tokens a second at one load; None where no load is given."""
+        if concurrency is None:
+            return None
         for comparison in self.bench["comparisons"]:
             same = (comparison["before"], comparison["after"], comparison["part"])
             if (

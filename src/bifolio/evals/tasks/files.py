@@ -10,6 +10,7 @@ from typing import Any
 from bifolio.errors import ConfigError
 from bifolio.evals.items import Item, Task, judge_choice, judge_exact
 from bifolio.evals.tasks.local import read_rows
+from bifolio.input_files import DATA_BYTES, read_bytes
 
 _KEYS = {"id", "prompt", "expected", "task", "length", "choices", "group", "language"}
 _SPARE_TOKENS = 8
@@ -27,7 +28,7 @@ def file_tasks(path: Path) -> list[Task]:
         rows.setdefault(row.get("task", path.stem), []).append(row)
     if not rows:
         raise ConfigError(f"{path} holds no items")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(read_bytes(path, DATA_BYTES)).hexdigest()[:16]
     return [_task(name, own, f"{path.name} sha256 {digest}") for name, own in rows.items()]
 
 

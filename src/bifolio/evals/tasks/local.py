@@ -28,6 +28,7 @@ from bifolio.evals.items import Item, Task, judge_choice, judge_exact
 from bifolio.evals.tasks.reading import judge_contains, judge_number
 from bifolio.evals.tasks.tool_calls import NO_CALL, judge_calls, measures
 from bifolio.evals.tasks.tools import tool_prompt_head
+from bifolio.input_files import DATA_BYTES, parse_json, read_bytes, read_text, visible
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRST"
 _MATHS_SHOTS = 4
@@ -45,7 +46,7 @@ class _Set:
 
     @property
     def source(self) -> str:
-        digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(read_bytes(self.path, DATA_BYTES)).hexdigest()[:16]
         return f"{self.path.parent.name}/{self.path.name} sha256 {digest}"
 
 
@@ -73,13 +74,13 @@ def local_tasks(folder: Path, items: int) -> list[Task]:
 def read_rows(path: Path) -> list[Row]:
     """The objects of a JSON-lines file; ConfigError names file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line breaks
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path, DATA_BYTES).split("\n")  # JSON may hold other line breaks
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {cause_of(error)}") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line) if line.strip() else None
+            row = parse_json(line) if line.strip() else None
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
         if row is None:
@@ -91,7 +92,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _sets(folder: Path, pattern: str, items: int) -> Iterator[_Set]:
-    for path in sorted(folder.glob(pattern)):
+    for path in visible(folder, pattern):
         rows = read_rows(path)
         count = min(items, len(rows))
         places = [i * len(rows) // count for i in range(count)]
@@ -105,7 +106,7 @@ def _gsm8k(folder: Path, items: int) -> Iterator[Task]:
         return f"Question: {row['question']}\nAnswer: {row['answer']}\n\n"
 
     shots = ""
-    for path in sorted((folder / "gsm8k").glob("train*.jsonl"))[:1]:
+    for path in visible(folder / "gsm8k", "train*.jsonl")[:1]:
         shots = "".join(map(shown, read_rows(path)[:_MATHS_SHOTS]))
     for found in _sets(folder, "gsm8k/test.jsonl", items):
         yield Task(
