@@ -3,6 +3,7 @@
 import json
 import time
 
+import jsonschema_rs
 import openai
 import pytest
 from e2e_harness import default_script, serving
@@ -442,8 +443,75 @@ async def test_bos_once_in_chat_and_completions_and_never_in_ids(caplog):
         assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]
 
 
-async def test_every_path_of_the_api_is_described(tiny):
-    described = (await tiny.http.get("/openapi.json")).json()
-    assert "$ref" not in json.dumps(described["paths"]["/v1/completions"]["post"]["requestBody"])
-    assert "/v1/chat/completions" in described["paths"]
+async def body_schemas(tiny):
+    """What the description says of the bodies of completions and chat completions."""
+    paths = (await tiny.http.get("/openapi.json")).json()["paths"]
+    schemas = [
+        paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for path in ("/v1/completions", "/v1/chat/completions")
+    ]
+    assert "$ref" not in json.dumps(schemas)
+    return [jsonschema_rs.validator_for(schema) for schema in schemas]
+
+
+async def test_the_description_refuses_what_the_server_refuses(tiny):
+    """Except what depends on other fields, and messages, which have rules of their own."""
+    completion, chat = await body_schemas(tiny)
+    for param, value, _ in NUMBERS:
+        if (param, value) == ("min_tokens", 17):
+            continue
+        if isinstance(value, int) and abs(value) > 2**53:  # the judge compares numbers as floats
+            continue
+        assert not chat.is_valid(CHAT | {param: value}), (param, value)
+        if (param, value) != ("max_tokens", 0):  # which goes with `echo`
+            assert not completion.is_valid(COMPLETION | {param: value}), (param, value)
+    cases = [case for case in UNSUPPORTED if case[1] not in ("tools", "tool_choice", "best_of")]
+    for extra, param, _ in (*cases, *UNKNOWN, *INVALID):
+        if not param.startswith(("chat_template_kwargs", "messages[")):
+            assert not chat.is_valid(CHAT | extra), extra
+    for name in PROMPTS:
+        if name not in ("empty text", "list of an empty text"):  # with a BOS they are prompts
+            body = COMPLETION | {"prompt": PROMPTS[name][0]}
+            assert not completion.is_valid(body), name
+
+
+async def test_the_description_takes_what_the_server_takes(tiny):
+    completion, chat = await body_schemas(tiny)
+    taken = {"max_tokens": 5.0, "top_p": 0, "top_k": -1, "seed": -1, "stop": ["", "a"], "n": 2}
+    taken |= {"best_of": 2, "logit_bias": {"5": 1}, "stream_options": {"include_obfuscation": True}}
+    taken |= {"user": {"any": "thing"}, "suffix": "", "length_penalty": 1, "echo": None}
+    for prompt in ("a", ["a", "b"], [97, 98], [[97], [98]]):
+        body = COMPLETION | taken | {"prompt": prompt}
+        assert (await tiny.post("/v1/completions", **body)).status_code == 200
+        assert completion.is_valid(body)
+    body = CHAT | taken | {"tools": TOOLS, "tool_choice": "none", "reasoning_effort": "none"}
+    del body["echo"]
+    assert (await tiny.post("/v1/chat/completions", **body)).status_code == 200
+    assert chat.is_valid(body)
+
+
+async def test_every_path_of_the_api_is_described_with_its_errors(tiny):
+    paths = (await tiny.http.get("/openapi.json")).json()["paths"]
+    always = {"200", "400", "401", "408", "431", "429", "500", "503"}
+    of_bodies = {"404", "413", "415"}
+    for path, statuses in [
+        ("/v1/completions", always | of_bodies | {"504"}),
+        ("/v1/chat/completions", always | of_bodies | {"504"}),
+        ("/tokenize", always | of_bodies),
+        ("/detokenize", always | of_bodies),
+        ("/v1/models", always),
+        ("/v1/models/{name}", always | {"404"}),
+        ("/tokenizer_info", always),
+        ("/health", always),
+        ("/metrics", always),
+    ]:
+        (operation,) = paths[path].values()
+        assert statuses <= set(operation["responses"]), path
+        assert "422" not in operation["responses"]
+    assert set(paths["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+    streamed = paths["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert set(streamed) == {"application/json", "text/event-stream"}
+    errors = paths["/v1/completions"]["post"]["responses"]["400"]["content"]["application/json"]
+    error = (await tiny.post("/v1/completions", **COMPLETION, nonsense=1)).json()
+    assert jsonschema_rs.validator_for(errors["schema"]).is_valid(error)
     assert (await tiny.http.get("/docs")).status_code == 404

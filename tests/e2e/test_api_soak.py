@@ -61,7 +61,10 @@ async def test_thousands_of_requests_leave_nothing_behind(kind):
 
 
 def test_no_body_that_fits_the_description_is_a_5xx(tmp_path):
-    """Bodies made from our own description of the API, thousands with the soak profile."""
+    """Bodies made from our own description of the API, thousands with the soak profile.
+
+    Each answer is one that the description knows, with the type of content that it names.
+    """
     loop = asyncio.new_event_loop()
     context = serving()
     server = loop.run_until_complete(context.__aenter__())
@@ -80,6 +83,10 @@ def test_no_body_that_fits_the_description_is_a_5xx(tmp_path):
             request = {name: arguments[name] for name in names if name in arguments}
             response = loop.run_until_complete(server.http.request(**request))
             assert response.status_code < 500, (request, response.text)
+            described = case.operation.definition.raw["responses"]
+            assert str(response.status_code) in described, (request, response.text)
+            kinds = described[str(response.status_code)]["content"]
+            assert response.headers["content-type"].split(";")[0] in kinds, request
             seen.add((response.request.url.path, response.status_code))
 
         answers()

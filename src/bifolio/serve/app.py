@@ -27,7 +27,7 @@ from bifolio.serve.completions import complete
 from bifolio.serve.failures import MODEL_NOT_FOUND, Failure, failure_of
 from bifolio.serve.metrics import CONTENT_TYPE
 from bifolio.serve.middleware import add_middleware
-from bifolio.serve.openapi import body_of, describe
+from bifolio.serve.openapi import DescribedAPI, body_of
 from bifolio.serve.prepare import BODIES, Prepared, Route
 from bifolio.serve.refusals import Refusals
 from bifolio.serve.service import Service
@@ -94,7 +94,7 @@ def create_app(
     """
     service = Service(engine, tokenizer, text, config, default_sampling or SamplingParams())
     # The pages that FastAPI would show load scripts from elsewhere.
-    app = FastAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
+    app = DescribedAPI(title="bifolio", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.bodies = BodyReader()
     app.state.refusals = Refusals(service.metrics)
@@ -106,7 +106,6 @@ def create_app(
     _add_state(app, service)
     if isinstance(engine, PoolRouter) and config.admin_key:
         add_admin(app, engine.fleet, config.admin_key)
-    app.openapi_schema = describe(app)
     return app
 
 

@@ -11,19 +11,22 @@ from pydantic import BaseModel
 ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "A valid key is needed.",
+    "403": "A page of another origin may not use the server.",
     "404": "There is no such path or model.",
     "408": "The request did not arrive in time.",
     "413": "The body is too long.",
-    "429": "The queue is full; `Retry-After` says how long to wait.",
+    "414": "The path is too long.",
+    "415": "The body is not said to be JSON.",
+    "421": "`Host` is not a name of this server.",
+    "429": "The queue is full, or the client has too many connections; see `Retry-After`.",
     "431": "The header is too long.",
     "500": "The engine had to end the request.",
     "503": "The engine has ended or does not answer, or the server shuts down.",
     "504": "The time limit of the request has passed.",
 }
 
-_OF_EVERY_PATH = ("401", "408", "413", "431", "500", "503")
-_OF_BODIES = ("400", "404")
-_OF_GENERATION = ("429", "504")
+_OF_EVERY_PATH = ("400", "401", "408", "414", "421", "429", "431", "500", "503")
+_OF_BODIES = ("403", "404", "413", "415")
 
 _ERROR = {
     "type": "object",
@@ -44,17 +47,28 @@ _ERROR = {
 }
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The description of an application whose routes are all there."""
+class DescribedAPI(FastAPI):
+    """An application that describes its errors too."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The description; routes that are added after the first call are not in it."""
+        if self.openapi_schema is None:
+            self.openapi_schema = _describe(self)
+        return self.openapi_schema
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     found.get("components", {}).pop("schemas", None)  # FastAPI's own errors, which we do not send
     for path, operations in found["paths"].items():
         for operation in operations.values():
-            statuses = list(_OF_EVERY_PATH)
-            if "requestBody" in operation or "{" in path:
-                statuses += _OF_BODIES
+            statuses = {*_OF_EVERY_PATH}
+            if "requestBody" in operation:
+                statuses |= {*_OF_BODIES}
+            if "{" in path:
+                statuses |= {"404"}
             if "/completions" in path:
-                statuses += _OF_GENERATION
+                statuses |= {"504"}
             responses = operation["responses"]
             responses.pop("422", None)
             for status in sorted(statuses):
