@@ -54,7 +54,6 @@ def configure(level: str, *, for_people: bool | None = None) -> None:
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=True,
     )
     handler = _StandardError()
     handler.setFormatter(
