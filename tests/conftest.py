@@ -11,8 +11,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from bifolio.engine.logs import _StandardError
-from bifolio.models.source import ModelSource, resolve_source
+from bifolio.checkpoint.source import ModelSource, resolve_source
+from bifolio.process.logs import _StandardError
 
 ANY_MACHINE: dict[str, Any] = {
     "deadline": None,

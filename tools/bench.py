@@ -4,7 +4,7 @@
                           [--plans bf16/bf16 …] [--workloads c1 c8 …] [--kernels int8:a8 …]
 
 A ceiling takes every term at 100 %: bytes of weights and cache over the measured read bandwidth,
-operations over the measured peak of a loop in registers (`bifolio.planner.roofline`). Plans run
+operations over the measured peak of a loop in registers (`bifolio.lab.plan.roofline`). Plans run
 alternately; a figure is the median of the repeats, ± half their range. Before them come the linear
 kernels alone (`bench_kernels.py`; the others: `bench_cache.py`), after them the start of a fresh
 process of each plan (`bench_start.py`), and what a hand-off between two pools costs: bytes on the
@@ -30,14 +30,17 @@ from rich.table import Table
 import bench_handoff
 import bench_kernels
 from bench_start import line, measure_start
-from bifolio.bench.engine_speed import BATCH_8, BATCH_32, DECODE_1, PREFILL, Cell, compare
-from bifolio.bench.machine import measure_machine, measure_peak
 from bifolio.config import PREFILL_CHUNK, parse_bytes
 from bifolio.engine.messages import HandoffStats
 from bifolio.formats import WeightFormat
 from bifolio.kernels.native import NativeOps
+from bifolio.lab.bench.engine_speed import BATCH_8, BATCH_32, DECODE_1, PREFILL, Cell, compare
+from bifolio.lab.bench.machine_rates import measure_machine, measure_peak
 from bifolio.request import Request, SamplingParams
-from bifolio.testing.local_pair import LocalPair
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from support.local_pair import LocalPair
 
 PLANS = ("bf16/bf16", "fp8/fp8", "int8:a8/fp8", "auto/fp8", "int4:g32:a8/fp8")
 KERNELS = ("bf16", "int8:a8", "int4:g32:a8", "int4:g32:z:a8")

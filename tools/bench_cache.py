@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bifolio.bench.machine import best, measure_peak, measure_reads
 from bifolio.formats import CacheFormat
-from bifolio.kernels.memory import map_bytes
+from bifolio.kernels.huge_pages import map_bytes
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.ops import Batch, LayerCache
 from bifolio.kernels.reference_pages import ExpectedTables
 from bifolio.kernels.reference_sampling import Draw
+from bifolio.lab.bench.machine_rates import best, measure_peak, measure_reads
 from bifolio.request import SamplingParams
 from bifolio.spec import PageSpec
 

@@ -22,22 +22,22 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bifolio.core import CacheManager, PagePool
-from bifolio.core.cache import PageTable
-from bifolio.disagg.decode import DecodeSide
+from bifolio.cache.manager import CacheManager, PageTable
+from bifolio.cache.page_pool import PagePool
 from bifolio.disagg.handshake import handed_writer, page_shape
 from bifolio.disagg.link import Link
-from bifolio.disagg.messages import PROTOCOL_VERSION, Hello, ModelPrint, Role
 from bifolio.disagg.pool_sink import PoolReservation, PoolSink
 from bifolio.disagg.pool_source import PoolSource
-from bifolio.disagg.prefill import Delivered, PrefillSide
+from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelPrint, Role, WorkerHello
+from bifolio.disagg.receiver import HandoffReceiver
+from bifolio.disagg.sender import Delivered, HandoffSender
 from bifolio.disagg.shared_memory import SharedMemory
 from bifolio.disagg.tcp import Network
 from bifolio.disagg.transport import Transport, loopback
 from bifolio.formats import CacheFormat
 from bifolio.kernels.native import NativeOps
+from bifolio.pages.kv_pool import KVPool
 from bifolio.request import PrefillResult, Request, SamplingParams
-from bifolio.runtime.pool import KVPool
 from bifolio.spec import PageSpec
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 
@@ -82,8 +82,8 @@ class Bench:
         self.pages.headers[numbers, HEADER_SEAL] = ops.seals(self.pages.tensor, numbers, 64)
         self.arrived: list[PageTable] = []
 
-    def hello(self, role: Role, spec: PageSpec) -> Hello:
-        return Hello(
+    def hello(self, role: Role, spec: PageSpec) -> WorkerHello:
+        return WorkerHello(
             version=PROTOCOL_VERSION,
             role=role,
             nonce=b"",
@@ -114,11 +114,11 @@ class Bench:
             withdraw=lambda _request_id: None,
         )
         record = self.target.page_bytes
-        prefill = PrefillSide(
+        prefill = HandoffSender(
             Link(ends[0], self.hello(Role.PREFILL, self.source), record),
             PoolSource(self.pages, self.ops),
         )
-        decode = DecodeSide[PoolReservation](
+        decode = HandoffReceiver[PoolReservation](
             Link(ends[1], self.hello(Role.DECODE, self.target), record), sink
         )
         while not (prefill.ready and decode.ready):
@@ -134,8 +134,8 @@ class Bench:
 
     def _once(
         self,
-        prefill: PrefillSide,
-        decode: DecodeSide[PoolReservation],
+        prefill: HandoffSender,
+        decode: HandoffReceiver[PoolReservation],
         cache: CacheManager,
         name: str,
     ) -> tuple[float, float]:

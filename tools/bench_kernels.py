@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from bifolio.bench.machine import best, measure_peak, measure_reads
 from bifolio.formats import Number, WeightFormat
 from bifolio.kernels.native import NativeOps
+from bifolio.lab.bench.machine_rates import best, measure_peak, measure_reads
 from bifolio.quant import encode
 
 MODELS = {

@@ -17,14 +17,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bifolio.bench.pools import CHAT, LONG_PROMPTS, WARM_UP, run_load, wire_of
+from bifolio.checkpoint.source import resolve_source
 from bifolio.cli.launch import client_of
 from bifolio.config import parse_bytes, resolve
 from bifolio.disagg.router import PoolRouter
-from bifolio.engine import logs
 from bifolio.engine.messages import HandoffStats
+from bifolio.lab.bench.pools import CHAT, LONG_PROMPTS, WARM_UP, run_load, wire_of
 from bifolio.machine import default_threads
-from bifolio.models.source import resolve_source
+from bifolio.process import logs
 
 PREFILL, DECODE = "fp8/bf16", "int4:g32/fp8"
 SERVERS: dict[str, dict[str, str]] = {

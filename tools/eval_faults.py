@@ -15,18 +15,22 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bifolio.engine.logs import configure
-from bifolio.evals.compare import Comparison
-from bifolio.evals.distance_run import DistanceRun, built_in_passages
-from bifolio.evals.session import BuildSubject, Compared, TaskRun
-from bifolio.evals.stats import Pairs, mcnemar, sign_test
-from bifolio.evals.subject import Setup, Subject, Texts
-from bifolio.evals.tasks.select import available, chosen
-from bifolio.testing.plan_faults import PlanFault, faulty
+from bifolio.lab.eval.compare import QualityComparison
+from bifolio.lab.eval.distance_run import DistanceRun, built_in_passages
+from bifolio.lab.eval.statistics import Pairs, mcnemar, sign_test
+from bifolio.lab.eval.subject import Setup, Subject, SubjectTokenizer
+from bifolio.lab.eval.task_run import BuildSubject, Compared, TaskRun
+from bifolio.lab.eval.tasks.selection import available, chosen
+from bifolio.process.logs import configure
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from support.plan_faults import PlanFault, faulty
 
 REFERENCE = "bf16/bf16"
 PLANS = {
@@ -55,7 +59,7 @@ def main() -> None:
         return TaskRun(chosen(available(items, 0, None, []), names), options.margin)
 
     run = tasks_of(options.items)
-    texts = Texts(options.model)
+    texts = SubjectTokenizer(options.model)
 
     def setup(plan: str, kernels: str = "auto") -> Setup:
         return Setup(options.model, plan, kernels, options.threads)
@@ -87,7 +91,10 @@ def main() -> None:
 
 
 def distance_p(
-    reference: Setup, candidate: Setup, texts: Texts, build: tuple[BuildSubject, BuildSubject]
+    reference: Setup,
+    candidate: Setup,
+    texts: SubjectTokenizer,
+    build: tuple[BuildSubject, BuildSubject],
 ) -> dict[str, Any]:
     """Mean KL beside the noise, and the p of the sign test over windows."""
     run = DistanceRun(built_in_passages(), contexts=(64,), scored=32, count=8)
@@ -101,14 +108,14 @@ def one(
     run: TaskRun,
     reference: Setup,
     candidate: Setup,
-    texts: Texts,
+    texts: SubjectTokenizer,
     build: tuple[BuildSubject, BuildSubject],
 ) -> Compared:
     (found,) = run.compare(reference, [candidate], texts, build=build)
     return found
 
 
-def task_facts(one: Comparison) -> dict[str, Any]:
+def task_facts(one: QualityComparison) -> dict[str, Any]:
     return {
         "verdict": str(one.verdict),
         "reference": one.reference.accuracy,

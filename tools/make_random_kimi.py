@@ -22,15 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bifolio.compress.coded import Stored, stored_tensors
-from bifolio.compress.files import TensorFile, write_json
-from bifolio.compress.layout import ITEM_BYTES
+from bifolio.checkpoint.safetensors_folder import INDEX
 from bifolio.formats import WeightFormat
-from bifolio.models.families import FAMILIES
-from bifolio.models.shards import INDEX
-from bifolio.planner.presets import PRESETS
+from bifolio.lab.compress.coded import Stored, stored_tensors
+from bifolio.lab.compress.layout import ITEM_BYTES
+from bifolio.lab.compress.output_files import TensorFile, write_json
+from bifolio.lab.plan.presets import PRESETS
 from bifolio.spec.config_json import read_config
-from bifolio.testing.tiny import write_tokenizer
+from bifolio.spec.families.registry import FAMILIES
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from support.tiny import write_tokenizer
 
 FORMAT = WeightFormat.parse("int4:g32")
 SHARD_BYTES = 2 * 10**9

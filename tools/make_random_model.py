@@ -10,8 +10,11 @@ import json
 import sys
 from pathlib import Path
 
-from bifolio.planner.presets import PRESETS
-from bifolio.testing.tiny import random_weights, write_tokenizer, write_weights
+from bifolio.lab.plan.presets import PRESETS
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from support.tiny import random_weights, write_tokenizer, write_weights
 
 
 def main() -> None:

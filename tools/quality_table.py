@@ -1,6 +1,6 @@
 """Quality of the small trained model under many plans, in one table.
 
-    python tools/quality_table.py tests/models/tiny --out docs/results/tiny
+    python tools/quality_table.py tests/checkpoint/tiny --out docs/results/tiny
 
 A row is a plan, or `PLAN@FOLDER` for a checkpoint of the same model in another form (as
 `bifolio compress` and `bifolio calibrate` write them). Every row is asked the same held-out
@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.engine.logs import configure
-from bifolio.evals.answers import Prompted, ask, prompted
-from bifolio.evals.distance import Distance, Scored, Window, score
-from bifolio.evals.items import Item, Task, judge_exact
-from bifolio.evals.results import processor, side
-from bifolio.evals.subject import Setup, Subject, Texts
+from bifolio.lab.eval.answers import Prompted, ask, prompted
+from bifolio.lab.eval.distance import Distance, Scored, Window, score
+from bifolio.lab.eval.eval_results import processor, side
+from bifolio.lab.eval.items import Item, Task, judge_exact
+from bifolio.lab.eval.subject import Setup, Subject, SubjectTokenizer
+from bifolio.process.logs import configure
 from tiny_tasks import encode, held_question, training_row
 
 PLANS = (
@@ -114,7 +114,9 @@ def _bifolio(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "bifolio", *arguments], check=True)
 
 
-def exact_match(subject: Subject, texts: Texts, prompts: Sequence[Prompted]) -> dict[str, float]:
+def exact_match(
+    subject: Subject, texts: SubjectTokenizer, prompts: Sequence[Prompted]
+) -> dict[str, float]:
     """Exact match of each task."""
     found = {}
     for one in prompts:
@@ -132,7 +134,7 @@ def _distance(base: Subject, subject: Subject, answers: Sequence[Window]) -> Dis
     return Scored(**joined).summary
 
 
-def _answer_texts(texts: Texts, prompts: Sequence[Prompted]) -> list[Window]:
+def _answer_texts(texts: SubjectTokenizer, prompts: Sequence[Prompted]) -> list[Window]:
     """Prompt and right answer, in ids, of every question."""
     end = min(texts.source.spec.stop_ids)
     return [
@@ -144,7 +146,7 @@ def _answer_texts(texts: Texts, prompts: Sequence[Prompted]) -> list[Window]:
 
 def rows(model: str, plans: Sequence[str], tasks: Sequence[Task], threads: int) -> list[Row]:
     """One row for each plan; the first is the reference."""
-    texts = Texts(model)
+    texts = SubjectTokenizer(model)
     prompts = [prompted(task, texts, texts.source.spec.max_position, chat=True) for task in tasks]
     answers = _answer_texts(texts, prompts)
     tokens = max(one.tokens for one in prompts)
@@ -154,7 +156,7 @@ def rows(model: str, plans: Sequence[str], tasks: Sequence[Task], threads: int) 
         print(plan, file=sys.stderr, flush=True)
         spelled, _, folder = plan.partition("@")
         setup = Setup(folder or model, spelled, threads=threads)
-        subject = Subject(setup, Texts(setup.model), tokens)
+        subject = Subject(setup, SubjectTokenizer(setup.model), tokens)
         exact = exact_match(subject, texts, prompts)
         distance = _distance(base, subject, answers)
         found.append(Row(plan, side(subject), exact, distance))

@@ -10,7 +10,7 @@ chat template of the checkpoint writes the same. Five tasks:
 - tools: JSON schemas of two or three functions and a request; the answer is the call as JSON;
 - words: sentences from word lists, translated between English and Slovak.
 
-Training and held-out examples of `sums` and `words` are kept apart by a hash of the content;
+Training and held-out examples of `sums` and `plural` are kept apart by a hash of the content;
 `copy`, `kv` and `tools` draw random strings from a space too large to meet twice.
 """
 

@@ -1,6 +1,6 @@
 """Give the small trained model the sparse attention of GLM-5, and save it as `glm_moe_dsa`.
 
-    python tools/train_tiny_glm.py tests/models/tiny --out runs/tiny-glm --minutes 30
+    python tools/train_tiny_glm.py tests/checkpoint/tiny --out runs/tiny-glm --minutes 30
 
 The choice of the top k positions has no gradient, so the work goes in three stages, as for the
 models that were published: dense training, which `train_tiny.py` has done (the weights have the

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from bifolio.errors import RequestError
-from bifolio.words import shown
+from bifolio.wording import shown
 
 
 class FinishReason(StrEnum):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bifolio.cluster.config import read_cluster
+from bifolio.cluster.cluster_config import read_cluster
 from bifolio.errors import ConfigError
 
 GOOD = """

@@ -2,11 +2,11 @@
 
 import httpx
 import pytest
-from fake_workers import router_over
 from fastapi import FastAPI
 
-from bifolio.serve.admin import add_admin
-from bifolio.serve.app import _add_failures
+from bifolio.server.admin import add_admin
+from bifolio.server.app import _add_failures
+from support.fake_workers import router_over
 
 
 @pytest.fixture

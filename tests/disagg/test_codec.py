@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pools import ReferenceKernels, kernels
 
 from bifolio.disagg.codec import PageCodec, layer_caches
 from bifolio.disagg.handshake import Agreement
-from bifolio.disagg.planes import clear_tokens, token_planes
+from bifolio.disagg.token_planes import clear_tokens, token_planes
 from bifolio.formats import CacheFormat
 from bifolio.kernels import latent_pages, paged
 from bifolio.spec import PageSpec
 from bifolio.spec.page import LatentShape
+from support.handoff_pools import ReferenceKernels, kernels
 
 LATENT = LatentShape(208, 16, 48, (0, 2))
 PAIRS = [

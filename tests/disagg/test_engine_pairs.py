@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from bifolio.request import ErrorCode, FinishReason, Request, Route, SamplingParams
-from bifolio.testing.local_pair import NAME, LocalPair
-from bifolio.testing.oracle import Oracle
-from bifolio.testing.tiny import tiny_config, write_model
+from support.local_pair import NAME, LocalPair
+from support.oracle import Oracle
+from support.tiny import tiny_config, write_model
 
 PLAN = ("bf16/bf16", "int4:g32/fp8:token")
 

@@ -12,11 +12,11 @@ import random
 
 import pytest
 import structlog
-from world import Load, World
 
-from bifolio.disagg.messages import Cause
 from bifolio.disagg.pool_sink import PoolSink
-from bifolio.testing.faulty_transport import Fault, Weather
+from bifolio.disagg.protocol import Cause
+from support.faulty_transport import Fault, Weather
+from support.handoff_world import Load, World
 
 FORMATS = (("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "fp8:token"), ("fp8", "bf16"))
 RECORD_FAULTS = (Fault.FLIP, Fault.HALF, Fault.STALE, Fault.SWAP, Fault.LATE)

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from fake_workers import router_over
 
 from bifolio.engine.messages import Disconnect, PeerNews
 from bifolio.errors import ConfigError
+from support.fake_workers import router_over
 
 
 def no_script(_request_id, _request):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from pair import make_pair
-from pools import make_request
 
-from bifolio.disagg.messages import Cause
+from bifolio.disagg.protocol import Cause
+from support.handoff_pair import make_pair
+from support.handoff_pools import make_request
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 80])

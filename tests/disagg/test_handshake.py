@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from pair import Pair, make_pair
-from pools import MODEL, DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
+from bifolio.checkpoint.source import ORIGIN, ModelSource
 from bifolio.disagg.handshake import agree, handed_writer, page_shape, page_spec
 from bifolio.disagg.identity import model_print
-from bifolio.disagg.messages import Hello, Offer, Role
+from bifolio.disagg.protocol import Offer, Role, WorkerHello
 from bifolio.errors import PairError
 from bifolio.formats import CacheFormat
-from bifolio.models.source import ORIGIN, ModelSource
 from bifolio.spec import PageSpec
 from bifolio.spec.page import LatentShape
+from support.handoff_pair import Pair, make_pair
+from support.handoff_pools import MODEL, DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
 NONCE = bytes(16)
 CONFIG = {
@@ -36,7 +36,7 @@ CONFIG = {
 LATENT = PageSpec(3, 1, 96, CacheFormat.parse("bf16"), 16, latent=LatentShape(64, 32, 16, (0, 2)))
 
 
-def hellos(**changes: Any) -> tuple[Hello, Hello]:
+def hellos(**changes: Any) -> tuple[WorkerHello, WorkerHello]:
     """Of a pair that fits, but for `changes` of the decode side."""
     source = PrefillPool(tiny_spec(), 2, kernels()).hello(nonce=NONCE)
     target = DecodePool(tiny_spec(), 2, kernels()).hello(nonce=NONCE)

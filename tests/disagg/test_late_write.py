@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from pair import Pair
-from pools import DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
-from bifolio.disagg.messages import Cause
-from bifolio.disagg.policy import RetryBudget
 from bifolio.disagg.pool_sink import PoolSink
+from bifolio.disagg.protocol import Cause
+from bifolio.disagg.timing import RetryBudget
 from bifolio.disagg.transport import Loopback, Records
+from support.handoff_pair import Pair
+from support.handoff_pools import DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
 
 class SlowWrites(Loopback):

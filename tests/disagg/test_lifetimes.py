@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from pair import Pair, make_pair
-from pools import make_request
 
-from bifolio.disagg.decode import DecodeSide
-from bifolio.disagg.messages import Cause, Grant, Page
-from bifolio.disagg.policy import RetryBudget, Timing
+from bifolio.disagg.protocol import Cause, Grant, PageMessage
+from bifolio.disagg.receiver import HandoffReceiver
+from bifolio.disagg.timing import RetryBudget, Timing
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.spec.page import HEADER_TAG
+from support.handoff_pair import Pair, make_pair
+from support.handoff_pools import make_request
 
 TIMING = Timing(connect=5.0, beat=0.5, silence=5.0, gap=1.0, stall=3.0)
 PROMPT = list(range(1, 101))
@@ -115,8 +115,8 @@ def test_a_full_queue_declines_and_the_sender_asks_again_within_its_budget() -> 
 
 def test_a_peer_that_forgets_a_transfer_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = begun()
-    monkeypatch.setattr(DecodeSide, "_finished", lambda self, finish: None)
-    monkeypatch.setattr(DecodeSide, "_watch", lambda self: None)
+    monkeypatch.setattr(HandoffReceiver, "_finished", lambda self, finish: None)
+    monkeypatch.setattr(HandoffReceiver, "_watch", lambda self: None)
     pair.compute(make_request("a", PROMPT), 100)
     pair.finish(make_request("a", PROMPT))
     for _ in range(12):
@@ -235,9 +235,9 @@ def test_a_settled_request_outlives_the_connection() -> None:
     assert not pair.target.withdrawn
 
 
-def page(**changes: int) -> Page:
+def page(**changes: int) -> PageMessage:
     fields = {"transfer": 0, "index": 2, "slot": 0, "fill": 16, "digest": 0}
-    return Page(**(fields | changes))
+    return PageMessage(**(fields | changes))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_page_against_the_rules_ends_the_connection(wrong: dict[str, int]) -> 
 def test_a_request_that_is_to_go_on_elsewhere_is_no_offer() -> None:
     import msgspec
 
-    from bifolio.disagg.messages import Offer
+    from bifolio.disagg.protocol import Offer
     from bifolio.request import Route
 
     pair = begun()

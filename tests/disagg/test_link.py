@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from pools import DecodePool, PrefillPool, kernels, tiny_spec
 
 from bifolio.disagg.link import Link, LinkState
-from bifolio.disagg.messages import Abort, Admitted, Beat, Cause, Message, Offer, Settled
-from bifolio.disagg.policy import Timing
+from bifolio.disagg.protocol import AbortTransfer, Admitted, Beat, Cause, Message, Offer, Settled
+from bifolio.disagg.timing import Timing
 from bifolio.disagg.transport import Loopback, loopback
+from support.handoff_pools import DecodePool, PrefillPool, kernels, tiny_spec
 
 TIMING = Timing(connect=5.0, beat=1.0, silence=10.0, gap=2.0)
 
@@ -86,7 +86,9 @@ def test_a_lost_message_ends_the_connection_and_nothing_behind_it_is_delivered()
 def test_any_turned_bit_of_any_message_is_noticed() -> None:
     for bit in range(0, 8 * 60, 7):
         links = Links().ready()
-        links.prefill.send(Abort(transfer=3, cause=Cause.STALLED, message="a text of some length"))
+        links.prefill.send(
+            AbortTransfer(transfer=3, cause=Cause.STALLED, message="a text of some length")
+        )
         [data] = links.under_way
         bit %= 8 * len(data)  # noqa: PLW2901
         damaged = bytearray(data)

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 
 import pytest
-from fake_workers import (
+
+from bifolio.errors import EngineDeadError, OverloadedError, RequestError
+from bifolio.request import ErrorCode, FinishReason, Output
+from support.fake_workers import (
     DEAD,
     FAILED,
     HANDOFF,
@@ -16,9 +19,6 @@ from fake_workers import (
     router_over,
     tokens,
 )
-
-from bifolio.errors import EngineDeadError, OverloadedError, RequestError
-from bifolio.request import ErrorCode, FinishReason, Output
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

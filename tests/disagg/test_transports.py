@@ -16,19 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pair import make_pair
-from pools import make_request
 
 from bifolio.disagg import tcp
-from bifolio.disagg.messages import Cause
-from bifolio.disagg.shared_memory import (
-    SharedMemory,
-    SharedMemoryListener,
-    connect_shared_memory,
-)
+from bifolio.disagg.protocol import Cause
+from bifolio.disagg.shared_memory import SharedMemory, SharedMemoryListener, connect_shared_memory
 from bifolio.disagg.tcp import Network
 from bifolio.disagg.transport import Transport, loopback
 from bifolio.errors import ConfigError
+from support.handoff_pair import make_pair
+from support.handoff_pools import make_request
 
 PATIENCE = 60.0
 """Seconds to wait for what is sure to come, on a machine however slow and busy."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bifolio.config import resolve
-from bifolio.disagg.wires import Dialer, listen
+from bifolio.disagg.addresses import Dialer, listen
 from bifolio.engine.messages import Tls
 from bifolio.errors import ConfigError
 

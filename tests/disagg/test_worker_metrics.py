@@ -1,13 +1,12 @@
 """What /metrics and a chat show of the workers behind one endpoint."""
 
-from fake_workers import HANDOFF, router_over, tokens
-
-from bifolio.cli.client import Answer
+from bifolio.cli.api_client import ChatAnswer
 from bifolio.cli.console import figures_text
 from bifolio.engine.messages import EngineStats, HandoffStats
 from bifolio.request import FinishReason
-from bifolio.serve.generation import Usage
-from bifolio.serve.metrics import Metrics
+from bifolio.server.generation import Usage
+from bifolio.server.server_metrics import ServerMetrics
+from support.fake_workers import HANDOFF, router_over, tokens
 
 
 def always(*items):
@@ -37,7 +36,7 @@ async def test_each_worker_has_its_figures_and_a_lone_engine_none():
     )
     router.fleet.decode[0].restarts = 1
     router._resent["pages_lost"] = 9
-    shown = Metrics(router).text().decode().splitlines()
+    shown = ServerMetrics(router).text().decode().splitlines()
     for line in (
         "bifolio_logits_faults_total 3.0",
         'bifolio_worker_up{pool="prefill",worker="p0"} 1.0',
@@ -60,7 +59,7 @@ async def test_each_worker_has_its_figures_and_a_lone_engine_none():
     ):
         assert line in shown, line
     one.is_dead = True
-    shown = Metrics(router).text().decode()
+    shown = ServerMetrics(router).text().decode()
     assert 'bifolio_worker_up{pool="prefill",worker="p0"} 0.0' in shown
 
 
@@ -68,6 +67,6 @@ def test_an_answer_says_which_workers_it_came_from():
     usage = Usage(1, 2, workers=["p0 → d1", "p0 → d0"])
     assert usage.body()["workers"] == ["p0 → d1", "p0 → d0"]
     assert "workers" not in Usage(1, 2).body()
-    fields = dict.fromkeys(Answer.__dataclass_fields__)
-    answer = Answer(**fields | {"workers": ["p0 → d1"], "finish_reason": "stop"})
+    fields = dict.fromkeys(ChatAnswer.__dataclass_fields__)
+    answer = ChatAnswer(**fields | {"workers": ["p0 → d1"], "finish_reason": "stop"})
     assert figures_text(answer) == "by p0 → d1"

@@ -1,7 +1,8 @@
 """Fixtures of the tests over HTTP."""
 
 import pytest_asyncio
-from e2e_harness import serving
+
+from support.e2e_harness import serving
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

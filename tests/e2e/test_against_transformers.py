@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bifolio.checkpoint.source import ModelSource
 from bifolio.config import EngineConfig
 from bifolio.engine.engine import Engine
-from bifolio.engine.tokenizer_gguf import tokenizer_from_gguf
 from bifolio.formats import PrecisionPlan
-from bifolio.models.source import ModelSource
 from bifolio.request import Request, SamplingParams
+from bifolio.text.tokenizer_gguf import tokenizer_from_gguf
 
 LENGTHS = (5, 6, 7, 9, 12, 15, 16, 17, 31, 32, 33, 47, 64, 100, 129, 200, 333, 512)
 """Prompt lengths in tokens, borders of pages of 16 among them, up to four steps."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bifolio.testing.text import FIRST_WORD, IM_END, IM_START
+from support.text import FIRST_WORD, IM_END, IM_START
 
 USER = [{"role": "user", "content": "hi"}]
 REPLY = "user\nhi"

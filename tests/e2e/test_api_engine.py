@@ -6,14 +6,14 @@ import random
 
 import pytest
 import pytest_asyncio
-from e2e_harness import serving_over, until
 
 from bifolio.config import EngineConfig
-from bifolio.engine.client import ENGINE_FACTORY
-from bifolio.engine.text_files import load_text_side
 from bifolio.formats import PrecisionPlan
-from bifolio.testing.faults import VICTIM_SEED
-from bifolio.testing.tiny import tiny_config, write_model
+from bifolio.process.client import ENGINE_FACTORY
+from bifolio.text.tokenizer_files import load_text_side
+from support.e2e_harness import serving_over, until
+from support.faults import VICTIM_SEED
+from support.tiny import tiny_config, write_model
 
 
 @pytest.fixture(scope="module")

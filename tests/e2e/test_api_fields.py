@@ -4,13 +4,13 @@ import json
 
 import httpx
 import pytest
-from e2e_harness import serving
 
 from bifolio.errors import RequestError
 from bifolio.request import SamplingParams
-from bifolio.serve.failures import Failure
-from bifolio.serve.protocol import ChatBody, CompletionBody, parse_body
-from bifolio.testing.text import byte_tokenizer
+from bifolio.server.error_responses import ErrorResponse
+from bifolio.server.request_bodies import ChatBody, CompletionBody, parse_body
+from support.e2e_harness import serving
+from support.text import byte_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -222,7 +222,7 @@ async def test_each_error_has_a_code(tiny):
     long = await http.post("/v1/completions", content=b" " * (8 * 2**20 + 1))
     assert await code(long) == (413, "request_too_large")
     for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 503, 504):
-        assert Failure(status, "kind", "text").body()["error"]["code"], status
+        assert ErrorResponse(status, "kind", "text").body()["error"]["code"], status
 
 
 async def test_what_a_client_sent_is_cut_wherever_it_is_shown(tiny):

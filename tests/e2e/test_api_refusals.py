@@ -6,9 +6,9 @@ import time
 import jsonschema_rs
 import openai
 import pytest
-from e2e_harness import default_script, serving
 
-from bifolio.testing.text import BOS, EOS, IM_END, byte_tokenizer
+from support.e2e_harness import default_script, serving
+from support.text import BOS, EOS, IM_END, byte_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,9 +10,9 @@ import time
 import httpx
 import openai
 import pytest
-from e2e_harness import FAULT, HANG, KILL, PATIENCE, default_script, serving, until
 
-from bifolio.serve import streams
+from bifolio.server import streams
+from support.e2e_harness import FAULT, HANG, KILL, PATIENCE, default_script, serving, until
 
 SLOW = {"step_seconds": 0.01}
 ENDLESS = {"model": "tiny", "prompt": "abc", "max_tokens": 90_000, "ignore_eos": True}

@@ -7,8 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
-from e2e_harness import default_script, serving
 from hypothesis import HealthCheck, given, settings
+
+from support.e2e_harness import default_script, serving
 
 pytestmark = pytest.mark.soak
 

@@ -1,7 +1,8 @@
 """Keys are tenants: what one asked, another cannot tell."""
 
 import pytest
-from e2e_harness import serving
+
+from support.e2e_harness import serving
 
 PROMPT = list(range(40, 40 + 48))
 
@@ -18,7 +19,7 @@ async def ask(server, key, salt=None):
 @pytest.fixture
 def sent(monkeypatch):
     """The requests that reach the engine's client."""
-    from bifolio.engine.client import AsyncEngine
+    from bifolio.process.client import AsyncEngine
 
     requests = []
     generate = AsyncEngine.generate

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bifolio.testing.text import FIRST_WORD
+from support.text import FIRST_WORD
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

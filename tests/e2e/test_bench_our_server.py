@@ -3,14 +3,14 @@
 import asyncio
 
 import pytest
-from e2e_harness import default_script, serving
 
-from bifolio.bench.dialect import EndpointType
-from bifolio.bench.endpoint import Endpoint
-from bifolio.bench.figures import Goals
-from bifolio.bench.lengths import Lengths
-from bifolio.bench.session import Load, Plan, measure
-from bifolio.bench.traffic import Synthetic
+from bifolio.lab.bench.dialect import EndpointType
+from bifolio.lab.bench.endpoint import Endpoint
+from bifolio.lab.bench.figures import Goals
+from bifolio.lab.bench.lengths import Lengths
+from bifolio.lab.bench.load_session import LoadPoint, Plan, measure
+from bifolio.lab.bench.traffic import Synthetic
+from support.e2e_harness import default_script, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -25,7 +25,7 @@ async def run(server, seed, kind=EndpointType.COMPLETIONS, **work):
         target = Endpoint(server.url, vocab=VOCAB, kind=kind)
         try:
             made = Synthetic(Lengths.parse(60), Lengths.parse(9), **work)
-            return measure(target, Plan(made, Goals(), seed, requests=6), Load(2), 0).figures
+            return measure(target, Plan(made, Goals(), seed, requests=6), LoadPoint(2), 0).figures
         finally:
             target.close()
 

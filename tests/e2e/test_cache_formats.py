@@ -7,7 +7,7 @@ import asyncio
 import httpx
 from test_cli_server import Server, serving
 
-from bifolio.testing.tiny import tiny_config, write_model
+from support.tiny import tiny_config, write_model
 
 PROMPT, ANSWER, CLIENTS = 160, 64, 60
 BEATS = 12

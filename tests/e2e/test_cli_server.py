@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from bifolio.testing.tiny import tiny_config, write_model
+from support.tiny import tiny_config, write_model
 
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p),
@@ -308,7 +308,7 @@ def test_a_hang_up_of_the_whole_group_replaces_the_workers_of_two_pools(folder: 
 def engines(server: Server) -> list[psutil.Process]:
     """The children of a server that compute; others render and tokenize."""
     children = psutil.Process(server.process.pid).children()
-    return [child for child in children if "bifolio.engine.worker" in child.cmdline()]
+    return [child for child in children if "bifolio.process.worker" in child.cmdline()]
 
 
 def test_an_engine_that_died_is_logged_and_replaced(folder: Path) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_harness import serving_client, until
-from pool_processes import config, pools
 
-from bifolio.cluster.config import ClusterConfig, PoolResources
+from bifolio.cluster.cluster_config import ClusterConfig, PoolResources
 from bifolio.config import PoolsConfig, ServerConfig
-from bifolio.engine.text_files import load_text_side
 from bifolio.errors import EngineDeadError
-from bifolio.testing.tiny import tiny_config, write_model
+from bifolio.text.tokenizer_files import load_text_side
+from support.e2e_harness import serving_client, until
+from support.pool_processes import config, pools
+from support.tiny import tiny_config, write_model
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]

@@ -8,12 +8,12 @@ import time
 import pytest
 from starlette.requests import Request
 
-from bifolio.engine.text_files import load_text_side
 from bifolio.errors import ConfigError, OverloadedError, RequestError
-from bifolio.serve.app import BodyReader
-from bifolio.serve.prepare import MAX_VALUES, Route, TextLimits, prepare
-from bifolio.serve.text_pool import LARGE_BYTES, TextPool
-from bifolio.testing.tiny import write_tokenizer
+from bifolio.server.app import BodyReader
+from bifolio.server.prepare import MAX_VALUES, Route, TextLimits, prepare
+from bifolio.server.text_pool import LARGE_BYTES, TextPool
+from bifolio.text.tokenizer_files import load_text_side
+from support.tiny import write_tokenizer
 
 LIMITS = TextLimits(max_model_len=4096, vocab=320)
 TEMPLATE = (

@@ -7,16 +7,16 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from e2e_harness import serving_client
-from pool_cases import cases, essence, streamed
 
+from bifolio.checkpoint.source import resolve_source
 from bifolio.config import EngineConfig, ServerConfig
-from bifolio.engine.text_files import load_text_side
-from bifolio.models.source import resolve_source
 from bifolio.request import Request, SamplingParams
-from bifolio.testing.local_pair import LocalPair
-from bifolio.testing.oracle import Oracle
-from bifolio.testing.tiny import tiny_config, write_model
+from bifolio.text.tokenizer_files import load_text_side
+from support.e2e_harness import serving_client
+from support.local_pair import LocalPair
+from support.oracle import Oracle
+from support.pool_cases import cases, essence, streamed
+from support.tiny import tiny_config, write_model
 
 PUBLISHED = ("fp8/bf16", "int4:g32/fp8")
 PLANS = [PUBLISHED, ("bf16/bf16", "int4:g32:a8/fp8:token")]
@@ -96,6 +96,6 @@ async def test_the_default_model_answers_all_cases_as_the_oracle_does(plan, smol
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", PLANS, ids=" → ".join)
 async def test_the_trained_small_model_answers_all_cases_as_the_oracle_does(plan):
-    model = str(Path(__file__).parents[1] / "models" / "tiny")
+    model = str(Path(__file__).parents[1] / "checkpoint" / "tiny")
     async with both(model, plan, max_step_tokens=64) as (oracle, pair, expected, found):
         await compare(oracle, pair, expected, found, text_of(model).tokenizer)

@@ -6,16 +6,16 @@ import signal
 from pathlib import Path
 
 import pytest
-from e2e_harness import serving_client, until
-from pool_cases import completion, essence
-from pool_processes import PLAN, config, kill, pools, until_accounted, until_whole
 from test_two_pools_answers import all_cases, settings, text_of
 
 from bifolio.config import TlsFiles
 from bifolio.disagg.fleet import Fleet
 from bifolio.errors import ConfigError
-from bifolio.testing.oracle import Oracle
-from bifolio.testing.tiny import tiny_config, write_model
+from support.e2e_harness import serving_client, until
+from support.oracle import Oracle
+from support.pool_cases import completion, essence
+from support.pool_processes import PLAN, config, kill, pools, until_accounted, until_whole
+from support.tiny import tiny_config, write_model
 
 
 @pytest.fixture(scope="module")

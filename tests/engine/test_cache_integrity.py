@@ -9,17 +9,17 @@ import pytest
 from torch import Tensor
 
 from bifolio.config import EngineConfig
-from bifolio.core.step import StepRow
 from bifolio.engine.engine import Engine
+from bifolio.engine.runner import ModelRunner, RunnerLimits, Tamper
+from bifolio.engine.sampler import Sampler
 from bifolio.formats import Phase, PrecisionPlan
 from bifolio.kernels.ops import Batch
+from bifolio.pages.kv_pool import KVPool
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
-from bifolio.runtime.pool import KVPool
-from bifolio.runtime.runner import ModelRunner, RunnerLimits, Tamper
-from bifolio.runtime.sampler import Sampler
+from bifolio.scheduler.step import StepRow
 from bifolio.spec.page import HEADER_TAG
-from bifolio.testing.faults import VICTIM_SEED, CacheFault, tamper_with
-from bifolio.testing.tiny import tiny_config, write_model
+from support.faults import VICTIM_SEED, CacheFault, tamper_with
+from support.tiny import tiny_config, write_model
 
 AFTER = 3
 ANSWER = 24

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from logit_bits import Bits, alone, differing, engine_for, prompts_of, run
 
-from bifolio.models.source import ModelSource
-from bifolio.testing.tiny import tiny_config, write_model
+from bifolio.checkpoint.source import ModelSource
+from support.logit_bits import Bits, alone, differing, engine_for, prompts_of, run
+from support.tiny import tiny_config, write_model
 
 PLANS = (
     {"plan": "fp32/fp32"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from logit_bits import alone, differing, engine_for, prompts_of, run
 
-from bifolio.testing.tiny import tiny_config, write_model
+from support.logit_bits import alone, differing, engine_for, prompts_of, run
+from support.tiny import tiny_config, write_model
 
 LENGTHS = (1, 16, 17, 33, 48, 50)
 

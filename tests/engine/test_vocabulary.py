@@ -12,22 +12,16 @@ import pytest
 import structlog
 from torch import Tensor
 
+from bifolio.checkpoint.token_ids import TokenIds
 from bifolio.config import EngineConfig
 from bifolio.engine.engine import Engine
+from bifolio.engine.sampler import Sampler
 from bifolio.errors import RequestError
-from bifolio.evals.forced import ForcedText
 from bifolio.formats import PrecisionPlan
-from bifolio.models.token_ids import TokenIds
+from bifolio.lab.eval.forced import ForcedText
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
-from bifolio.runtime.sampler import Sampler
-from bifolio.testing.local_pair import LocalPair
-from bifolio.testing.tiny import (
-    build_tokenizer,
-    random_weights,
-    tiny_config,
-    write_model,
-    write_weights,
-)
+from support.local_pair import LocalPair
+from support.tiny import build_tokenizer, random_weights, tiny_config, write_model, write_weights
 
 CONFIG = tiny_config("llama")
 ROWS = CONFIG["vocab_size"]

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from bifolio.kernels.memory import Region, map_bytes, map_tensor
+from bifolio.kernels.huge_pages import Region, map_bytes, map_tensor
 
 
 @pytest.mark.parametrize("count", [1, 4096, (2 << 20) + 5])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batches import PagedCase, dense_attention, make_case, part
 
 from bifolio.kernels import native, paged
+from support.paged_batches import PagedCase, dense_attention, make_case, part
 
 FORMATS = ("fp32", "bf16", "fp8", "fp8:token")
 ISAS = native.isas() if native.available() else ()

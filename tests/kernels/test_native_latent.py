@@ -4,18 +4,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latent_batches import (
+
+from bifolio.kernels import native
+from bifolio.kernels.latent import rows as tokens_of_rows
+from bifolio.kernels.latent_pages import read_index_keys, write_latents
+from bifolio.kernels.reference import ReferenceOps
+from support.latent_batches import (
     LatentCase,
     choose,
     dense_latent_attention,
     latent_part,
     make_latent_case,
 )
-
-from bifolio.kernels import native
-from bifolio.kernels.latent import rows as tokens_of_rows
-from bifolio.kernels.latent_pages import read_index_keys, write_latents
-from bifolio.kernels.reference import ReferenceOps
 
 FORMATS = ("fp32", "bf16", "fp8", "fp8:token")
 ISAS = native.isas() if native.available() else ()

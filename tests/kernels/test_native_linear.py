@@ -14,8 +14,8 @@ from bifolio.formats import Number, Scaling, WeightFormat
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.ops import Norm
 from bifolio.kernels.reference import ReferenceOps, round_activations
-from bifolio.kernels.tensor import QuantTensor
-from bifolio.quant import decode, encode
+from bifolio.quant import dequantize, encode
+from bifolio.quant.quant_tensor import QuantTensor
 
 # fmt: off
 FORMATS = [
@@ -42,7 +42,7 @@ def exact(x_tk: Tensor, w: QuantTensor) -> tuple[Tensor, Tensor]:
     """The product in float64 on the activations that the format meets, and how far a float32
     result may be from it: at most k + 8 roundings of terms no larger than |x| times |w|."""
     x = round_activations(x_tk, w.format).double()
-    values = decode(w).double()
+    values = dequantize(w).double()
     size = values.abs()
     if w.offsets is not None:  # scale * code and offset are summed apart
         offsets = w.offsets.double().abs().repeat_interleave(w.format.group, dim=1)
@@ -68,7 +68,7 @@ def test_linear_is_the_product_with_the_decoded_weight(
 def test_embedding_rows_are_exactly_the_decoded_rows(isa: str, fmt: str) -> None:
     w, ops = weight(fmt, 70, 133), _OPS[isa, 2]
     ids = torch.tensor([69, 0, 33, 31, 32, 69], dtype=torch.int32)
-    assert torch.equal(ops.embedding(ids, ops.prepare(w)), decode(w)[ids.long()])
+    assert torch.equal(ops.embedding(ids, ops.prepare(w)), dequantize(w)[ids.long()])
 
 
 @settings(max_examples=60, deadline=None)
@@ -221,7 +221,7 @@ def test_int8_keeps_scales_in_float32(isa: str, fmt: str) -> None:
     prepared = ops.prepare(w)
     assert ((ops.linear(x, prepared).double() - expected).abs() <= bound).all()
     rows = ops.embedding(torch.arange(40, dtype=torch.int32), prepared)
-    assert torch.equal(rows, decode(w))
+    assert torch.equal(rows, dequantize(w))
 
 
 @pytest.mark.parametrize("isa", ISAS)

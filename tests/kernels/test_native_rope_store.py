@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batches import make_batch, poisoned_cache
 
 from bifolio.kernels import native, paged
 from bifolio.kernels.ops import Batch, LayerCache, Norm
 from bifolio.kernels.reference import ReferenceOps
+from bifolio.quant.e4m3 import cast_e4m3
+from support.paged_batches import make_batch, poisoned_cache
 
 FORMATS = ("fp32", "bf16", "fp8", "fp8:token")
 ISAS = native.isas() if native.available() else ()
@@ -113,7 +114,7 @@ def test_casts_to_fp8_clamp_round_half_to_even_and_keep_nan(isa: str) -> None:
     x = torch.nn.functional.pad(x, (0, -len(x) % 16)).reshape(1, -1)[:, :1024]
     for part in x.split(1024, dim=1):
         cache = stored_values(isa, "fp8", part)
-        want = paged.cast_e4m3(part[0]).view(torch.uint8)
+        want = cast_e4m3(part[0]).view(torch.uint8)
         start = cache.spec.layer_offset(0) + cache.spec.plane_bytes
         got = cache.pool[0, start : start + 2 * part.shape[1]].view(-1, 2)[:, 0]
         assert torch.equal(got, want)

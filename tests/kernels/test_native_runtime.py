@@ -12,8 +12,8 @@ import torch
 
 from bifolio.errors import ConfigError, UnsupportedError
 from bifolio.formats import WeightFormat
-from bifolio.kernels.arena import Arena
 from bifolio.kernels.native import NativeOps
+from bifolio.kernels.result_arena import Arena
 from bifolio.quant import encode
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from bifolio.bench.dialect import EndpointType
 from bifolio.cli import bench_options as options
 from bifolio.cli.bench_options import LOAD, WHAT, WHERE, Wishes, option
 from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.errors import ConfigError
+from bifolio.lab.bench.dialect import EndpointType
 
 app = typer.Typer(
     name="bench",

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bifolio.bench.dialect import EndpointType
-from bifolio.cli.places import plain, writable_file, writable_folder
+from bifolio.cli.output_paths import plain, writable_file, writable_folder
 from bifolio.errors import ConfigError
+from bifolio.lab.bench.dialect import EndpointType
 
 if TYPE_CHECKING:
-    from bifolio.bench.session import Load, Plan
-    from bifolio.bench.traffic import Workload
+    from bifolio.lab.bench.load_session import LoadPoint, Plan
+    from bifolio.lab.bench.traffic import TrafficSpec
 
 WHERE, WHAT, LOAD, JUDGE, OUT = "What is measured", "Workload", "Load", "Judgement", "Output"
 
@@ -158,10 +158,10 @@ class Wishes:
     goal_ttft: float | None = None
     goal_tpot: float | None = None
 
-    def workload(self, longest: int) -> Workload:
+    def workload(self, longest: int) -> TrafficSpec:
         """What is sent; of a trace, the requests of at most `longest` tokens."""
-        from bifolio.bench.lengths import Lengths
-        from bifolio.bench.traffic import Replay, Synthetic
+        from bifolio.lab.bench.lengths import Lengths
+        from bifolio.lab.bench.traffic import Replay, Synthetic
 
         if self.trace is None:
             return Synthetic(
@@ -174,14 +174,14 @@ class Wishes:
             )
         if self.prefix or self.turns > 1:
             raise ConfigError("--trace brings its own prompts; leave out --shared-prefix, --turns")
-        from bifolio.planner.workload import read_requests
+        from bifolio.lab.plan.planned_workload import read_requests
 
         return Replay(self.trace.name, read_requests(self.trace), self.speed, longest)
 
     def plan(self, longest: int) -> Plan:
         """All of it; a seed is drawn where none is given, so that no cache knows the prompts."""
-        from bifolio.bench.figures import Goals
-        from bifolio.bench.session import Plan
+        from bifolio.lab.bench.figures import Goals
+        from bifolio.lab.bench.load_session import Plan
 
         return Plan(
             self.workload(longest),
@@ -201,17 +201,17 @@ def _seconds(ms: float | None) -> float | None:
     return None if ms is None else ms / 1e3
 
 
-def parse_loads(concurrency: str | None, rate: str | None, *, trace: bool) -> list[Load]:
+def parse_loads(concurrency: str | None, rate: str | None, *, trace: bool) -> list[LoadPoint]:
     """`1,8,32` as closed loops, or `0.5,1` sessions a second as open ones."""
-    from bifolio.bench.session import Load
+    from bifolio.lab.bench.load_session import LoadPoint
 
     if concurrency is not None and rate is not None:
         raise ConfigError("--concurrency is for a closed loop and --rate for an open one: say one")
     if rate is not None:
-        return [Load(rate=value) for value in _numbers(rate, "--rate", float)]
+        return [LoadPoint(rate=value) for value in _numbers(rate, "--rate", float)]
     if concurrency is not None:
-        return [Load(int(value)) for value in _numbers(concurrency, "--concurrency", int)]
-    return [Load()] if trace else [Load(1), Load(8)]
+        return [LoadPoint(int(value)) for value in _numbers(concurrency, "--concurrency", int)]
+    return [LoadPoint()] if trace else [LoadPoint(1), LoadPoint(8)]
 
 
 def _numbers(text: str, name: str, kind: type[int] | type[float]) -> list[float]:

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import typer
 
-from bifolio.bench.comparison import ALONE, alone_plan, alternate
-from bifolio.bench.environment import Environment, describe_environment
-from bifolio.bench.progress import RunProgress
-from bifolio.bench.report.joined import bench_page
-from bifolio.bench.report.render import to_markdown, write_page
-from bifolio.bench.results import Results
-from bifolio.bench.session import Load, Plan, series, warm_up
-from bifolio.bench.sweep import MOST, explore
-from bifolio.bench.target import Target
 from bifolio.cli import bench_targets
 from bifolio.cli.bench_options import Wishes
 from bifolio.cli.bench_tables import print_results
 from bifolio.cli.bench_targets import Machine
 from bifolio.cli.progress import Reporter
+from bifolio.lab.bench.bench_progress import RunProgress
+from bifolio.lab.bench.bench_results import Results
+from bifolio.lab.bench.comparison import ALONE, alone_plan, alternate
+from bifolio.lab.bench.environment import Environment, describe_environment
+from bifolio.lab.bench.load_session import LoadPoint, Plan, series, warm_up
+from bifolio.lab.bench.sweep import MOST, explore
+from bifolio.lab.bench.target import Target
+from bifolio.lab.report.joined import bench_page
+from bifolio.lab.report.render import to_markdown, write_page
 from bifolio.machine import read_limits, read_processor
 
 EXIT_INVALID = 1
@@ -32,7 +32,7 @@ EXIT_INVALID = 1
 _LEAST_SEATS = 64
 
 
-def seats(loads: Sequence[Load]) -> int:
+def seats(loads: Sequence[LoadPoint]) -> int:
     """Requests that an engine may compute at a time, so that memory is the limit and not this."""
     return max([_LEAST_SEATS, *(load.concurrency or MOST for load in loads)] if loads else [MOST])
 
@@ -54,7 +54,7 @@ def open_target(
 def measure_one(
     target: Target,
     wishes: Wishes,
-    loads: Sequence[Load] | None,
+    loads: Sequence[LoadPoint] | None,
     repeats: int,
     price: float,
     report: Reporter,
@@ -74,7 +74,7 @@ def measure_one(
 def measure_several(
     targets: Mapping[str, Target],
     wishes: Wishes,
-    loads: Sequence[Load],
+    loads: Sequence[LoadPoint],
     repeats: int,
     price: float,
     report: Reporter,
@@ -87,7 +87,7 @@ def measure_several(
     plan = wishes.plan(longest)
     parts = {"": (plan, loads)}
     if alone:
-        parts[ALONE] = (alone_plan(plan, alone, longest), [Load(1)])
+        parts[ALONE] = (alone_plan(plan, alone, longest), [LoadPoint(1)])
     environment = _environment()
     _warm_up(targets, plan, loads, report)
     runs = list(alternate(targets, parts, repeats, _run_progress(report)))
@@ -115,7 +115,7 @@ def finish(
 
 
 def _warm_up(
-    targets: Mapping[str, Target], plan: Plan, loads: Sequence[Load], report: Reporter
+    targets: Mapping[str, Target], plan: Plan, loads: Sequence[LoadPoint], report: Reporter
 ) -> None:
     most = max((load.concurrency or 8 for load in loads), default=8)
     for i, (name, target) in enumerate(targets.items()):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from bifolio.bench.paired import Ratio
-from bifolio.bench.points import Point, Value
-from bifolio.bench.results import Results
+from bifolio.lab.bench.bench_results import Results
+from bifolio.lab.bench.paired import Ratio
+from bifolio.lab.bench.points import Point, Value
 
 _COLUMNS = (
     ("TTFT p50", "ttft_p50", 1e3, ",.0f"),

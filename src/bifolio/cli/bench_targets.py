@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bifolio.bench.dialect import EndpointType
-from bifolio.bench.target import Description, Target
 from bifolio.config import EngineConfig, parse_bytes
 from bifolio.errors import ConfigError
+from bifolio.lab.bench.dialect import EndpointType
+from bifolio.lab.bench.target import Description, Target
 
 if TYPE_CHECKING:
-    from bifolio.cli.child import Event
+    from bifolio.cli.child_server import Event
     from bifolio.cli.progress import Reporter
 
 
@@ -38,9 +38,9 @@ def is_url(text: str) -> bool:
 
 def in_process(machine: Machine, plan: str, report: Reporter) -> Target:
     """An engine in this process; `plan` as for serve."""
-    from bifolio.bench.in_process import InProcess
+    from bifolio.checkpoint.source import resolve_source
     from bifolio.formats import PrecisionPlan
-    from bifolio.models.source import resolve_source
+    from bifolio.lab.bench.in_process import InProcess
 
     if machine.kind is not EndpointType.COMPLETIONS:
         raise ConfigError("an engine in this process has no endpoints; give --server or a URL")
@@ -61,7 +61,7 @@ def in_process(machine: Machine, plan: str, report: Reporter) -> Target:
 
 def endpoint(machine: Machine, url: str) -> Target:
     """A running server."""
-    from bifolio.bench.endpoint import Endpoint
+    from bifolio.lab.bench.endpoint import Endpoint
 
     return Endpoint(
         url,
@@ -75,8 +75,8 @@ def endpoint(machine: Machine, url: str) -> Target:
 @contextmanager
 def own_server(machine: Machine, plan: str, report: Reporter) -> Iterator[Target]:
     """`bifolio serve` in a process of its own, for as long as a `with` lasts."""
-    from bifolio.bench.endpoint import Endpoint
-    from bifolio.cli.child import serving
+    from bifolio.cli.child_server import serving
+    from bifolio.lab.bench.endpoint import Endpoint
 
     arguments = ["--plan", plan, "--cache-memory", machine.cache_memory]
     arguments += ["--max-num-seqs", str(machine.seats), "--threads", str(machine.threads)]
@@ -113,6 +113,6 @@ def _told(ready: Event, vocab: int) -> Description:
 
 
 def _vocab(model: str) -> int:
-    from bifolio.models.source import resolve_source
+    from bifolio.checkpoint.source import resolve_source
 
     return resolve_source(model).spec.vocab

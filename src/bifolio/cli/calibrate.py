@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bifolio.cli.places import plain
+from bifolio.cli.output_paths import plain
 from bifolio.errors import ConfigError
 
 
@@ -44,12 +44,12 @@ def calibrate(
 
       bifolio calibrate ./model --data book.txt
     """
+    from bifolio.checkpoint.source import resolve_source
     from bifolio.cli.compress import read_calibration
     from bifolio.cli.progress import reporter
-    from bifolio.compress.calibrate import measure_scales
-    from bifolio.compress.scale_files import write_scales
-    from bifolio.compress.source import SourceModel
-    from bifolio.models.source import resolve_source
+    from bifolio.lab.compress.cache_calibration import measure_scales
+    from bifolio.lab.compress.scale_files import write_scales
+    from bifolio.lab.compress.source_model import SourceModel
 
     if not model.is_dir():
         raise ConfigError(f"{model} is no folder; calibrate writes into a checkpoint of your own")

@@ -13,8 +13,8 @@ from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bifolio.cli.child import Event
-    from bifolio.cli.conversation import Conversation
+    from bifolio.cli.chat_session import Conversation
+    from bifolio.cli.child_server import Event
 
 
 def chat(
@@ -74,7 +74,7 @@ def chat(
       bifolio chat --url http://127.0.0.1:8000 --system 'Answer in one word.'
       cat article.txt | bifolio chat --json --max-tokens 100
     """
-    from bifolio.cli.conversation import interact
+    from bifolio.cli.chat_session import interact
 
     if url is not None and plan is not None:
         raise ConfigError("--plan is for a server that is started; one at --url has its plan")
@@ -105,9 +105,9 @@ def _connect(
     options: dict[str, Any],
 ) -> Conversation:
     """A conversation with the server at `url`, or with one that ends with `stack`."""
-    from bifolio.cli.child import serving
-    from bifolio.cli.client import ChatClient
-    from bifolio.cli.conversation import Conversation
+    from bifolio.cli.api_client import ChatClient
+    from bifolio.cli.chat_session import Conversation
+    from bifolio.cli.child_server import serving
 
     if url is None:
         arguments = ["--plan", plan] if plan is not None else []
@@ -123,7 +123,7 @@ def _starting() -> Iterator[Callable[[Event], None]]:
     """Show on standard error, if that is a terminal, how far the server has come."""
     from rich.console import Console
 
-    from bifolio.cli.child import ignore
+    from bifolio.cli.child_server import ignore
     from bifolio.cli.progress import Bars
 
     console = Console(stderr=True)

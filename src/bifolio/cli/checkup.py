@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bifolio import __version__
+from bifolio.checkpoint.builtin import BUILTIN, builtin_path
 from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.errors import UnsupportedError, cause_of
 from bifolio.machine import MachineLimits, Processor, read_limits, read_processor
-from bifolio.models.builtin import BUILTIN, builtin_path
 
 PACKAGES = (
     *("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "msgspec"),
@@ -51,7 +51,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelReport:
     """Kernel sets of this build on this processor. `isa` is the one in use, None without any."""
 
     native: bool
@@ -79,7 +79,7 @@ class Checkup:
     python: str
     processor: Processor
     limits: MachineLimits
-    kernels: Kernels
+    kernels: KernelReport
     packages: dict[str, str | None]
     """Installed versions; None is missing."""
     compiler: str | None
@@ -169,7 +169,7 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _kernels(problems: list[Problem], limits: MachineLimits, compiler: str | None) -> Kernels:
+def _kernels(problems: list[Problem], limits: MachineLimits, compiler: str | None) -> KernelReport:
     try:
         from bifolio import _native
         from bifolio.kernels.native import NativeOps
@@ -183,18 +183,18 @@ def _kernels(problems: list[Problem], limits: MachineLimits, compiler: str | Non
                 else f"install a C++20 compiler (Debian: apt install g++); {build}",
             )
         )
-        return Kernels(native=False)
+        return KernelReport(native=False)
     isas = tuple(_native.supported_isas())
     try:
         isa = NativeOps(threads=1).isa
     except UnsupportedError as error:
         problems.append(Problem(str(error), "unset BIFOLIO_ISA", fatal=True))
-        return Kernels(native=True, isas=isas)
+        return KernelReport(native=True, isas=isas)
     if isa == "portable":
         problems.append(
             Problem("the portable kernels are slow", "use a processor with AVX2 or AVX-512")
         )
-    return Kernels(native=True, isa=isa, isas=isas, read_rate=_read_rate(limits, isa))
+    return KernelReport(native=True, isa=isa, isas=isas, read_rate=_read_rate(limits, isa))
 
 
 def _read_rate(limits: MachineLimits, isa: str) -> float | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bifolio.cli.places import plain
+from bifolio.cli.output_paths import plain
 from bifolio.errors import BifolioError, ConfigError
 
 app = typer.Typer(
@@ -69,7 +69,7 @@ def up(
     except ImportError as error:
         raise ConfigError("`bifolio cluster` needs Ray: pip install 'bifolio[ray]'") from error
     from bifolio.cli.launch import launch
-    from bifolio.cluster.config import read_cluster
+    from bifolio.cluster.cluster_config import read_cluster
     from bifolio.cluster.deploy import connect, router_over
 
     server, cluster = read_cluster(file, {"host": host, "port": port, "admin_key": key or None})

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bifolio.cli.places import plain, writable_folder
+from bifolio.cli.output_paths import plain, writable_folder
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bifolio.checkpoint.source import ModelSource
     from bifolio.cli.progress import Reporter
-    from bifolio.compress.recipe import Recipe
-    from bifolio.compress.report import OutputDistance, Report
-    from bifolio.compress.texts import Texts
-    from bifolio.evals.distance import Window
-    from bifolio.models.source import ModelSource
+    from bifolio.lab.compress.calibration_texts import CalibrationTexts
+    from bifolio.lab.compress.error_report import ErrorReport, OutputDistance
+    from bifolio.lab.compress.recipe import Recipe
+    from bifolio.lab.eval.distance import Window
 
 _JUDGED = 16
 """Pieces of held-out text on which the result is measured."""
@@ -86,8 +86,8 @@ def compress(
 
 
 def _recipe(weights: str, method: str, only: str | None, keep: list[str]) -> Recipe:
-    from bifolio.compress.recipe import Method, Only, Recipe
     from bifolio.formats import WeightFormat
+    from bifolio.lab.compress.recipe import Method, Only, Recipe
 
     if method not in list(Method):
         raise ConfigError(f"--method {method} is not known; methods: {', '.join(Method)}")
@@ -98,11 +98,11 @@ def _recipe(weights: str, method: str, only: str | None, keep: list[str]) -> Rec
     )
 
 
-def _forecast(source: str, recipe: Recipe) -> Report:
+def _forecast(source: str, recipe: Recipe) -> ErrorReport:
+    from bifolio.checkpoint.builtin import BUILTIN
     from bifolio.cli.plan_model import find_model
-    from bifolio.compress.forecast import forecast
-    from bifolio.compress.source import not_from_gguf
-    from bifolio.models.builtin import BUILTIN
+    from bifolio.lab.compress.forecast import forecast
+    from bifolio.lab.compress.source_model import not_from_gguf
 
     if source in BUILTIN or (source.endswith(".gguf") and Path(source).is_file()):
         raise not_from_gguf(source)
@@ -112,10 +112,10 @@ def _forecast(source: str, recipe: Recipe) -> Report:
 
 def _compress(
     name: str, target: Path, recipe: Recipe, calibration: Path | None, tokens: int
-) -> Report:
+) -> ErrorReport:
+    from bifolio.checkpoint.source import resolve_source
     from bifolio.cli.progress import reporter
-    from bifolio.compress.run import compress_checkpoint
-    from bifolio.models.source import resolve_source
+    from bifolio.lab.compress.run import compress_checkpoint
 
     with reporter() as progress:
         source = resolve_source(name, progress)
@@ -124,10 +124,10 @@ def _compress(
         return compress_checkpoint(source, target, recipe, texts, judge=judge, progress=progress)
 
 
-def read_calibration(source: ModelSource, path: Path, tokens: int) -> Texts:
+def read_calibration(source: ModelSource, path: Path, tokens: int) -> CalibrationTexts:
     """A text in the tokens of a model."""
-    from bifolio.compress.texts import read_texts
-    from bifolio.engine.text_files import load_text_side
+    from bifolio.lab.compress.calibration_texts import read_texts
+    from bifolio.text.tokenizer_files import load_text_side
 
     tokenizer = load_text_side(source.path).tokenizer
     spec = source.spec
@@ -136,11 +136,12 @@ def read_calibration(source: ModelSource, path: Path, tokens: int) -> Texts:
     )
 
 
-def _distance(source: ModelSource, target: Path, texts: Texts, report: Reporter) -> OutputDistance:
-    from bifolio.compress.report import OutputDistance
-    from bifolio.evals.distance import measure
-    from bifolio.evals.subject import Setup, Subject
-    from bifolio.evals.subject import Texts as Tokenizer
+def _distance(
+    source: ModelSource, target: Path, texts: CalibrationTexts, report: Reporter
+) -> OutputDistance:
+    from bifolio.lab.compress.error_report import OutputDistance
+    from bifolio.lab.eval.distance import measure
+    from bifolio.lab.eval.subject import Setup, Subject, SubjectTokenizer
 
     pieces = texts.held_out[:: max(1, len(texts.held_out) // _JUDGED)][:_JUDGED]
     size = min(map(len, pieces))  # windows are scored alike
@@ -151,7 +152,7 @@ def _distance(source: ModelSource, target: Path, texts: Texts, report: Reporter)
             yield piece[: size // 2], piece[size // 2 : size]
 
     before, after = (
-        Subject(Setup(str(path), "auto/bf16"), Tokenizer(str(path)), size).forced()
+        Subject(Setup(str(path), "auto/bf16"), SubjectTokenizer(str(path)), size).forced()
         for path in (source.path, target)
     )
     found = measure(before, after, halves())

@@ -11,10 +11,10 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from bifolio.compress.report import Report
+    from bifolio.lab.compress.error_report import ErrorReport
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: ErrorReport, console: Console) -> None:
     """Bytes by kind, the error of each layer, and what is worth knowing beside."""
     console.print(_bytes(report))
     if report.layers:
@@ -30,7 +30,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"· {note}", highlight=False)
 
 
-def _bytes(report: Report) -> Table:
+def _bytes(report: ErrorReport) -> Table:
     table = _table(f"{report.recipe}: bytes", "tensors", "before", "after", "ratio")
     for kind in report.kinds:
         table.add_row(kind.kind, *_sizes(kind.before, kind.after))
@@ -40,7 +40,7 @@ def _bytes(report: Report) -> Table:
     return table
 
 
-def _errors(report: Report) -> Table:
+def _errors(report: ErrorReport) -> Table:
     measured = any(layer.output is not None for layer in report.layers)
     names = ["layer", "weights", *(["outputs"] if measured else []), "worst", "in channel"]
     table = _table("relative errors", *names)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bifolio.words import counted
+from bifolio.wording import plural
 
 if TYPE_CHECKING:
-    from bifolio.cli.client import Answer
+    from bifolio.cli.api_client import ChatAnswer
 
 ERROR_PREFIX = "bifolio: "
 """What the one line begins with in which a command says why it failed."""
@@ -34,12 +34,12 @@ def shortened(text: str, most: int = 1000) -> str:
     return f"{text[: most * 2 // 3]} … {text[-(most // 3) :]}"
 
 
-def figures_text(answer: Answer) -> str:
+def figures_text(answer: ChatAnswer) -> str:
     """The figures of an answer on one line; what the server did not report is left out."""
     parts = []
     if answer.prompt_tokens is not None:
         cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens is not None else ""
-        parts.append(f"{counted(answer.prompt_tokens, 'token')} in{cached}")
+        parts.append(f"{plural(answer.prompt_tokens, 'token')} in{cached}")
     if answer.completion_tokens is not None:
         parts.append(f"{answer.completion_tokens} out")
     if answer.time_to_first_token is not None:
@@ -47,7 +47,7 @@ def figures_text(answer: Answer) -> str:
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
     if answer.pages_checked is not None:
-        parts.append(f"{counted(answer.pages_checked, 'page')} checked")
+        parts.append(f"{plural(answer.pages_checked, 'page')} checked")
     if answer.workers:
         parts.append(f"by {', '.join(answer.workers)}")
     if answer.interrupted:

@@ -58,7 +58,7 @@ def _print(checkup: Checkup) -> None:
 
 def _rows(checkup: Checkup) -> list[tuple[str, str]]:
     from bifolio.cli.console import bytes_text
-    from bifolio.words import counted
+    from bifolio.wording import plural
 
     def size(count: int | None) -> str:
         return "unknown" if count is None else bytes_text(count)
@@ -67,7 +67,7 @@ def _rows(checkup: Checkup) -> list[tuple[str, str]]:
     cores = f"{limits.cores_allowed} of {limits.cores}"
     if limits.cpu_quota is not None:
         cores += f", quota of the control group: {limits.cpu_quota:g} cores"
-    cores += f"; {counted(limits.threads, 'thread')} by default"
+    cores += f"; {plural(limits.threads, 'thread')} by default"
     memory = f"{size(limits.memory_available)} free of {size(limits.memory_total)}"
     if kernels.read_rate is not None:
         memory += f", read at {kernels.read_rate / 1e9:.1f} GB/s"

@@ -16,7 +16,7 @@ from bifolio.cli.eval_options import (
     Chat,
     Data,
     Files,
-    Floor,
+    FloorOption,
     Items,
     Kernels,
     Margin,
@@ -31,8 +31,8 @@ from bifolio.cli.eval_options import (
     TaskNames,
     Threads,
 )
-from bifolio.cli.places import plain
-from bifolio.cli.serve import Kernels as KernelChoice
+from bifolio.cli.output_paths import plain
+from bifolio.cli.serve import KernelChoice
 
 REFERENCE = "bf16/bf16"
 EXIT_NOT_PASSED = 1
@@ -79,9 +79,9 @@ def distance(
     scored: Annotated[int, typer.Option(min=2, help="Tokens scored in each window.")] = _SCORED,
     windows: Annotated[int, typer.Option(min=1, help="Windows of each context.")] = _WINDOWS,
     floor: Annotated[
-        Floor,
+        FloorOption,
         typer.Option(help="The reference's own noise: on the other kernels, or beside fp32."),
-    ] = Floor.KERNELS,
+    ] = FloorOption.KERNELS,
     seed: Seed = 0,
     kernels: Kernels = KernelChoice.AUTO,
     threads: Threads = 0,
@@ -194,7 +194,7 @@ def gate(
     run = _behind()
     sides = Sides(model, reference, candidate, kernels, threads)
     asked = Asked(task or [], items, data, files or [], chat, margin, seed)
-    read = Read([], None, _CONTEXTS, _SCORED, _WINDOWS, Floor.NONE, seed)
+    read = Read([], None, _CONTEXTS, _SCORED, _WINDOWS, FloorOption.NONE, seed)
     if not run.gate(sides, asked, read, (max_kl, min_top1), out, as_json):
         raise typer.Exit(EXIT_NOT_PASSED)
 

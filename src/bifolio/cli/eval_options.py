@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from bifolio.cli.places import plain, writable_folder
-from bifolio.cli.serve import Kernels as KernelChoice
+from bifolio.cli.output_paths import plain, writable_folder
+from bifolio.cli.serve import KernelChoice
 
 
-class Floor(StrEnum):
-    """Choices of --floor (those of `evals.distance_run`, which help must not import)."""
+class FloorOption(StrEnum):
+    """Choices of --floor (those of `lab.eval.distance_run`, which help must not import)."""
 
     KERNELS = "kernels"
     FP32 = "fp32"
@@ -125,5 +125,5 @@ class Read:
     contexts: list[int]
     scored: int
     windows: int
-    floor: Floor
+    floor: FloorOption
     seed: int

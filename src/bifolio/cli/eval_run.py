@@ -9,26 +9,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bifolio.checkpoint.source import resolve_source
 from bifolio.cli.eval_options import Asked, Read, Sides
 from bifolio.cli.eval_tables import distance_table, gate_table, task_table
 from bifolio.cli.progress import Reporter, reporter
-from bifolio.evals.answers import Progress
-from bifolio.evals.distance_run import (
+from bifolio.lab.eval.answers import Progress
+from bifolio.lab.eval.distance_run import (
     DistanceRun,
     Floor,
-    Measured,
+    MeasuredDistance,
     built_in_passages,
     local_passages,
     read_passage,
 )
-from bifolio.evals.gate import Gate, distance_slices, task_slices
-from bifolio.evals.harness import compare_harness
-from bifolio.evals.results import document, item_lines, write
-from bifolio.evals.session import Compared, TaskRun
-from bifolio.evals.stats import items_needed
-from bifolio.evals.subject import Setup, Texts
-from bifolio.evals.tasks.select import available, chosen
-from bifolio.models.source import resolve_source
+from bifolio.lab.eval.eval_results import document, item_lines, write
+from bifolio.lab.eval.gate import QualityGate, distance_slices, task_slices
+from bifolio.lab.eval.harness import compare_harness
+from bifolio.lab.eval.statistics import items_needed
+from bifolio.lab.eval.subject import Setup, SubjectTokenizer
+from bifolio.lab.eval.task_run import Compared, TaskRun
+from bifolio.lab.eval.tasks.selection import available, chosen
 
 
 def distance(sides: Sides, read: Read, out: Path | None, as_json: bool) -> None:
@@ -118,7 +118,7 @@ def gate(
     """Whether every candidate passes: tasks, and the distance where a limit on it is given."""
     with reporter() as report:
         texts = _texts(sides.model, report)
-        measured: list[Measured] | list[None] = [None] * len(sides.candidates)
+        measured: list[MeasuredDistance] | list[None] = [None] * len(sides.candidates)
         if limits != (None, None):
             measured = _measure(sides, read, texts, report)
         results = zip(_ask(sides, asked, texts, report), measured, strict=True)
@@ -128,7 +128,7 @@ def gate(
 def _judge(
     sides: Sides,
     asked: Asked,
-    results: Iterator[tuple[Compared, Measured | None]],
+    results: Iterator[tuple[Compared, MeasuredDistance | None]],
     limits: tuple[float | None, float | None],
     out: Path | None,
     as_json: bool,
@@ -139,7 +139,7 @@ def _judge(
         slices = task_slices(found.comparisons)
         if far is not None:
             slices += distance_slices(far.rows, *limits)
-        verdict = Gate(tuple(slices))
+        verdict = QualityGate(tuple(slices))
         passed = passed and verdict.passed
         whole = document(
             "gate",
@@ -175,9 +175,9 @@ def _setups(sides: Sides) -> list[Setup]:
     ]
 
 
-def _texts(model: str, report: Reporter) -> Texts:
+def _texts(model: str, report: Reporter) -> SubjectTokenizer:
     resolve_source(model, report)
-    return Texts(model)
+    return SubjectTokenizer(model)
 
 
 def _progress(report: Reporter) -> Progress:
@@ -187,7 +187,9 @@ def _progress(report: Reporter) -> Progress:
     return tell
 
 
-def _measure(sides: Sides, read: Read, texts: Texts, report: Reporter) -> list[Measured]:
+def _measure(
+    sides: Sides, read: Read, texts: SubjectTokenizer, report: Reporter
+) -> list[MeasuredDistance]:
     passages = [read_passage(path) for path in read.texts]
     if read.data is not None:
         passages += local_passages(read.data)
@@ -203,7 +205,9 @@ def _measure(sides: Sides, read: Read, texts: Texts, report: Reporter) -> list[M
     return run.measure(reference, candidates, texts, _progress(report))
 
 
-def _ask(sides: Sides, asked: Asked, texts: Texts, report: Reporter) -> Iterator[Compared]:
+def _ask(
+    sides: Sides, asked: Asked, texts: SubjectTokenizer, report: Reporter
+) -> Iterator[Compared]:
     count = asked.items or items_needed(asked.margin, flip_rate=0.0)
     found = available(count, asked.seed, asked.data, asked.files)
     run = TaskRun(chosen(found, asked.names), asked.margin, asked.seed, asked.chat)
@@ -211,7 +215,7 @@ def _ask(sides: Sides, asked: Asked, texts: Texts, report: Reporter) -> Iterator
     return run.compare(reference, candidates, texts, _progress(report))
 
 
-def _distance_parts(found: Measured) -> dict[str, Any]:
+def _distance_parts(found: MeasuredDistance) -> dict[str, Any]:
     return {
         "distance": found.rows,
         "floor": found.floor,

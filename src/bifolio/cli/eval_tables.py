@@ -8,11 +8,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bifolio.evals.compare import Comparison
-from bifolio.evals.distance_run import Measured
-from bifolio.evals.gate import Gate
-from bifolio.evals.session import Compared
-from bifolio.words import counted
+from bifolio.lab.eval.compare import QualityComparison
+from bifolio.lab.eval.distance_run import MeasuredDistance
+from bifolio.lab.eval.gate import QualityGate
+from bifolio.lab.eval.task_run import Compared
+from bifolio.wording import plural
 
 
 def _table(title: str, first: str, *names: str) -> Table:
@@ -32,7 +32,7 @@ def p_text(p: float | None) -> str:
     return f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"
 
 
-def distance_table(found: Measured) -> None:
+def distance_table(found: MeasuredDistance) -> None:
     """Distance of one candidate by text and context, with the reference's noise beside it."""
     table = _table(
         f"{found.candidate['plan']} beside {found.reference['plan']}: KL in nats",
@@ -71,13 +71,13 @@ def distance_table(found: Measured) -> None:
     if found.floor and whole.noise:
         console.print(
             f"noise: the reference beside {found.floor['plan']} on {found.floor['kernels']}; the "
-            f"candidate is farther in {counted(whole.noise.farther, 'window')} and nearer in "
+            f"candidate is farther in {plural(whole.noise.farther, 'window')} and nearer in "
             f"{whole.noise.nearer} (sign test p {p_text(whole.noise.p)})",
             highlight=False,
         )
 
 
-def gate_table(gate: Gate) -> None:
+def gate_table(gate: QualityGate) -> None:
     """The failures first, each with what it lacks: shown different is not the same as not shown."""
     for one in gate.failures:
         print(f"FAIL  {one.slice}: {one.verdict}; {one.reason}")
@@ -121,7 +121,7 @@ def task_table(found: Compared) -> None:
         )
 
 
-def _notes(one: Comparison) -> list[str]:
+def _notes(one: QualityComparison) -> list[str]:
     notes = [one.reason]
     if one.bootstrap is not None and one.difference is not None:
         low, high = one.bootstrap
@@ -137,7 +137,7 @@ def _notes(one: Comparison) -> list[str]:
     return notes
 
 
-def _row(one: Comparison) -> list[str]:
+def _row(one: QualityComparison) -> list[str]:
     likely = one.likelihoods
     shares = [f"{one.reference.accuracy:.1%}", f"{one.candidate.accuracy:.1%}"]
     pairs = one.pairs
@@ -153,7 +153,7 @@ def _row(one: Comparison) -> list[str]:
     ]
 
 
-def _groups(comparisons: Sequence[Comparison]) -> Table:
+def _groups(comparisons: Sequence[QualityComparison]) -> Table:
     table = _table("by group", "task", "group", "items", "reference", "candidate", "flips")
     for one in comparisons:
         for row in one.groups:

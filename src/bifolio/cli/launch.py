@@ -20,25 +20,25 @@ import structlog
 import uvloop
 from rich.console import Console
 
+from bifolio.checkpoint.default_sampling import DefaultSampling
+from bifolio.checkpoint.source import ModelSource, resolve_source
 from bifolio.cli.fit import check_fit
 from bifolio.cli.listen import bind, is_local, listen, raise_open_files, refused, url_of
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig, size_text
-from bifolio.engine import logs
-from bifolio.engine.client import AsyncEngine
 from bifolio.engine.messages import Loading
-from bifolio.engine.supervisor import EngineSupervisor
-from bifolio.engine.text_files import load_tokenizer
-from bifolio.engine.tokenizer import Tokenizer
 from bifolio.errors import EngineDeadError
 from bifolio.machine import read_limits
-from bifolio.models.default_sampling import DefaultSampling
-from bifolio.models.source import ModelSource, resolve_source
+from bifolio.process import logs
+from bifolio.process.client import AsyncEngine
+from bifolio.process.supervisor import EngineSupervisor
+from bifolio.text.tokenizer import Tokenizer
+from bifolio.text.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     from bifolio.disagg.router import PoolRouter
-    from bifolio.serve.text_pool import TextPool
+    from bifolio.server.text_pool import TextPool
 
 log = structlog.get_logger("bifolio")
 
@@ -141,7 +141,7 @@ class _Run:
             engine = self._client(
                 self._config, lambda news: report(news.stage, news.done, news.total)
             )
-            from bifolio.serve.text_pool import TextPool
+            from bifolio.server.text_pool import TextPool
 
             text = TextPool(str(self._source.path), self._config.chat_template)
             tokenizer = await self._start(engine, text)
@@ -181,8 +181,8 @@ class _Run:
     async def _answer(
         self, engine: EngineSupervisor | PoolRouter, text: TextPool, tokenizer: Tokenizer
     ) -> None:
-        from bifolio.serve.app import create_app
-        from bifolio.serve.server import Server
+        from bifolio.server.app import create_app
+        from bifolio.server.http_server import Server
 
         app = create_app(engine, tokenizer, text, self._config, self._sampling.params)
         server = Server(app, self._config, lambda: self._announce(engine))
@@ -296,7 +296,7 @@ async def _watch(engine: EngineSupervisor | PoolRouter) -> None:
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer:
     """Read the tokenizer, which a text process has tried, and import the API meanwhile."""
-    import bifolio.serve.app
-    import bifolio.serve.server  # noqa: F401
+    import bifolio.server.app
+    import bifolio.server.http_server  # noqa: F401
 
     return load_tokenizer(source.gguf.metadata if source.is_gguf else source.path)

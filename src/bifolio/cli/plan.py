@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from bifolio.cli.places import plain, writable_folder
+from bifolio.cli.output_paths import plain, writable_folder
 from bifolio.errors import ConfigError, cause_of
 
 if TYPE_CHECKING:
     from bifolio.cli.plan_model import PlannedModel
     from bifolio.formats import PrecisionPlan
-    from bifolio.planner.report import Report
-    from bifolio.planner.workload import Workload
+    from bifolio.lab.plan.capacity_report import CapacityReport
+    from bifolio.lab.plan.planned_workload import PlannedWorkload
 
 T = TypeVar("T")
 
 
-class Engine(StrEnum):
+class LaunchEngine(StrEnum):
     """Choices of --export."""
 
     SGLANG = "sglang"
@@ -125,7 +125,7 @@ ShowPublished = Annotated[
     _option(_OUT, "Compare with published figures of Kimi K2.6 and GLM-5.2.", "--published"),
 ]
 Export = Annotated[
-    Engine | None, _option(_OUT, "Print commands of another engine that come closest.")
+    LaunchEngine | None, _option(_OUT, "Print commands of another engine that come closest.")
 ]
 Out = Annotated[
     Path | None,
@@ -176,7 +176,7 @@ def plan(
     from bifolio.cli import plan_tables as tables
 
     if published:
-        from bifolio.planner.published import compare_published
+        from bifolio.lab.plan.published import compare_published
 
         comparison = compare_published()
         _print(tables.published_dict, tables.print_published, comparison, as_json)
@@ -184,7 +184,7 @@ def plan(
     if model is None:
         raise ConfigError("say what to plan for: --model NAME, or --published")
     from bifolio.cli.plan_model import find_hardware, find_model
-    from bifolio.planner.capacity import MEMORY_SHARE, Deployment
+    from bifolio.lab.plan.capacity import MEMORY_SHARE, Deployment
 
     found, wanted = find_model(model), _precision_plan(formats, prefill, decode, cache)
     deployment = Deployment(
@@ -196,12 +196,12 @@ def plan(
         page_size=wanted.page_size,
     )
     if export:
-        from bifolio.planner.export import export_plan
+        from bifolio.lab.plan.export import export_plan
 
         exported = export_plan(export, deployment, wanted, found.launch)
         _print(tables.export_dict, tables.print_export, exported, as_json)
         return
-    from bifolio.planner.report import Question, Report, answer
+    from bifolio.lab.plan.capacity_report import CapacityReport, Question, answer
 
     workload, notes = _workload(found, prompt, output, trace)
     question = Question(
@@ -215,12 +215,12 @@ def plan(
         notes=(*found.notes, *notes),
     )
     found_report = answer(question)
-    _print(Report.as_dict, tables.print_report, found_report, as_json)
+    _print(CapacityReport.as_dict, tables.print_report, found_report, as_json)
     if out is not None:
         _write(found_report, out)
 
 
-def _write(report: Report, folder: Path) -> None:
+def _write(report: CapacityReport, folder: Path) -> None:
     """One file for each plan, so that a report has several side by side."""
     import json
     import re
@@ -260,9 +260,9 @@ def _precision_plan(
 
 def _workload(
     found: PlannedModel, prompt: int | None, output: int | None, trace: Path | None
-) -> tuple[Workload, tuple[str, ...]]:
+) -> tuple[PlannedWorkload, tuple[str, ...]]:
     """The lengths asked for; without any, 8,192 in and 1,000 out, or what the model holds."""
-    from bifolio.planner.workload import Workload, read_trace
+    from bifolio.lab.plan.planned_workload import PlannedWorkload, read_trace
 
     longest = found.spec.max_position
     if trace is not None:
@@ -273,7 +273,7 @@ def _workload(
         note = f"{beyond} requests of the trace exceed the model's context of {longest:,} tokens"
         return workload, ((note,) if beyond else ())
     share = min(1.0, longest / (_DEFAULT_PROMPT + _DEFAULT_OUTPUT))
-    workload = Workload.fixed(
+    workload = PlannedWorkload.fixed(
         prompt or int(_DEFAULT_PROMPT * share), output or int(_DEFAULT_OUTPUT * share)
     )
     if workload.longest > longest:

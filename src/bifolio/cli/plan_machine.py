@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from bifolio.errors import UnsupportedError
 from bifolio.formats import BF16, WeightFormat
+from bifolio.lab.plan.hardware import Device
 from bifolio.machine import read_limits, read_processor
-from bifolio.planner.hardware import Device
-from bifolio.words import counted
+from bifolio.wording import plural
 
 if TYPE_CHECKING:
     from bifolio.kernels.native import NativeOps
-    from bifolio.kernels.tensor import QuantTensor
+    from bifolio.quant.quant_tensor import QuantTensor
 
 _SIDE, _ROWS, _COPIES = 2048, 256, 24
 _REPEATS = 8
@@ -45,7 +45,7 @@ def measure_machine(memory_bytes: int | None) -> Device:
         read_bytes=_read_rate(ops, BF16),
         bf16_ops=_multiply_rate(ops, BF16),
         int8_ops=_multiply_rate(ops, WeightFormat.parse("int8:a8")),
-        source=f"{processor.name}, {counted(ops.threads, 'thread')}, {ops.isa}: native kernels "
+        source=f"{processor.name}, {plural(ops.threads, 'thread')}, {ops.isa}: native kernels "
         "measured now",
     )
 

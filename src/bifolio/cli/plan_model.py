@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bifolio.checkpoint.gguf import KEPT, TYPES, GGUFFile, GGUFTensor
+from bifolio.checkpoint.gguf_spec import gguf_spec
 from bifolio.config import parse_bytes
 from bifolio.errors import CheckpointError, ConfigError
 from bifolio.formats import BF16, PrecisionPlan, WeightFormat
 from bifolio.input_files import read_object, visible
-from bifolio.models.gguf import KEPT, TYPES, GGUFFile, GGUFTensor
-from bifolio.models.gguf_spec import gguf_spec
-from bifolio.planner.hardware import Device, find_device
-from bifolio.planner.presets import PRESETS
-from bifolio.planner.shapes import Kind
-from bifolio.planner.storage import Storage, planned, read_checkpoint
+from bifolio.lab.plan.hardware import Device, find_device
+from bifolio.lab.plan.presets import PRESETS
+from bifolio.lab.plan.shapes import Kind
+from bifolio.lab.plan.storage import Storage, planned, read_checkpoint
 from bifolio.spec import ModelSpec
 
 

@@ -13,16 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from bifolio.formats import PhasePlan
-from bifolio.planner.capacity import Capacity
-from bifolio.planner.export import Export
-from bifolio.planner.phases import Choice
-from bifolio.planner.published import Published
-from bifolio.planner.report import Report
-from bifolio.planner.shapes import Kind
-from bifolio.planner.speed import Range
+from bifolio.lab.plan.capacity import Capacity
+from bifolio.lab.plan.capacity_report import CapacityReport
+from bifolio.lab.plan.export import Export
+from bifolio.lab.plan.phases import Choice
+from bifolio.lab.plan.published import Published
+from bifolio.lab.plan.shapes import Kind
+from bifolio.lab.plan.speed import Range
 
 
-def print_report(report: Report) -> None:
+def print_report(report: CapacityReport) -> None:
     """The whole answer, section by section."""
     question, deployment = report.question, report.question.deployment
     _show(
@@ -130,7 +130,7 @@ def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:,.3f} MB"
 
 
-def _phases(report: Report) -> dict[str, PhasePlan]:
+def _phases(report: CapacityReport) -> dict[str, PhasePlan]:
     """The phases that differ, by the name of their column."""
     plan = report.question.plan
     if plan.prefill == plan.decode:
@@ -138,12 +138,12 @@ def _phases(report: Report) -> dict[str, PhasePlan]:
     return {"prefill": plan.prefill, "decode": plan.decode}
 
 
-def _rooms(report: Report) -> list[tuple[str, Capacity]]:
+def _rooms(report: CapacityReport) -> list[tuple[str, Capacity]]:
     rooms = {"prefill": report.prefill_room}
     return [(name, rooms.get(name, report.decode_room)) for name in _phases(report)]
 
 
-def _memory_table(report: Report) -> Table:
+def _memory_table(report: CapacityReport) -> Table:
     rooms, deployment = _rooms(report), report.question.deployment
     table = _table("", *(name for name, _ in rooms))
     for kind in Kind:
@@ -163,7 +163,7 @@ def _memory_table(report: Report) -> Table:
     return table
 
 
-def _cache_table(report: Report) -> Table:
+def _cache_table(report: CapacityReport) -> Table:
     rooms, workload = _rooms(report), report.question.workload
     table = _table("", *(name for name, _ in rooms))
     table.add_row("format", *(str(room.page.cache) for _, room in rooms))
@@ -175,7 +175,7 @@ def _cache_table(report: Report) -> Table:
     return table
 
 
-def _decode_table(report: Report) -> Table:
+def _decode_table(report: CapacityReport) -> Table:
     price = report.question.price
     headers = ("requests", "tokens/s", "of each", "ms/token", "waits for")
     table = _table(*headers, *(["cost/M"] if price is not None else []), "")
@@ -195,7 +195,7 @@ def _decode_table(report: Report) -> Table:
     return table
 
 
-def _prefill_line(report: Report) -> str:
+def _prefill_line(report: CapacityReport) -> str:
     speed, workload = report.prefill, report.question.workload
     line = (
         f"{speed.tokens_per_second:,.0f} tokens/s, waits for {speed.bound}; a prompt of "
@@ -209,7 +209,7 @@ def _money(amount: float | None) -> str:
     return "–" if amount is None else f"{amount:,.3g}"
 
 
-def _ranges_table(report: Report) -> Table:
+def _ranges_table(report: CapacityReport) -> Table:
     table = _table("")
     table.add_row(f"decode, requests at once: {_ranges(report.decode_wins)}")
     table.add_row(f"prefill, tokens in a step: {_ranges(report.prefill_wins)}")
@@ -225,7 +225,7 @@ def _ranges(found: Sequence[Range]) -> str:
     return ", ".join(parts) or "no format can be cut over these devices"
 
 
-def _best_table(report: Report) -> RenderableType:
+def _best_table(report: CapacityReport) -> RenderableType:
     choices = {name: c for name, c in report.choices.items() if c is not None}
     if not choices:
         return Text("no plan serves it on these devices within these limits")

@@ -241,7 +241,7 @@ def reporter(level: str = "warning") -> Reporter:
     """
     import structlog
 
-    from bifolio.engine.logs import configure
+    from bifolio.process.logs import configure
 
     screen = Console(stderr=True)
     configure(level, for_people=screen.is_terminal)

@@ -39,9 +39,9 @@ def report(
     """
     import json
 
-    from bifolio.bench.report.documents import read_documents
-    from bifolio.bench.report.joined import as_dict, joined_page
-    from bifolio.bench.report.render import to_markdown, write_page
+    from bifolio.lab.report.documents import read_documents
+    from bifolio.lab.report.joined import as_dict, joined_page
+    from bifolio.lab.report.render import to_markdown, write_page
 
     found = read_documents(folder)
     page = joined_page(found)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bifolio.cli.places import plain
+from bifolio.cli.output_paths import plain
 
 
-class Kernels(StrEnum):
+class KernelChoice(StrEnum):
     """Choices of --kernels."""
 
     AUTO = "auto"
@@ -26,7 +26,7 @@ class WorkerLoss(StrEnum):
     FAIL = "fail"
 
 
-class Wire(StrEnum):
+class TransportChoice(StrEnum):
     """Choices of --transport."""
 
     SHM = "shm"
@@ -101,11 +101,12 @@ OnWorkerLoss = Annotated[
     _option(POOLS, "Requests of a lost worker: send them through again, or fail.", "recompute"),
 ]
 PoolTransport = Annotated[
-    Wire | None,
+    TransportChoice | None,
     _option(POOLS, "What pages travel by between workers.", "shm", None, "--transport"),
 ]
-KernelSet = Annotated[
-    Kernels | None, _option(FORMATS, "auto takes native ones where this machine has them.", "auto")
+KernelsOption = Annotated[
+    KernelChoice | None,
+    _option(FORMATS, "auto takes native ones where this machine has them.", "auto"),
 ]
 Threads = Annotated[
     int | None,
@@ -291,7 +292,7 @@ def serve(
     pools: Pools = None,
     on_worker_loss: OnWorkerLoss = None,
     transport: PoolTransport = None,
-    kernels: KernelSet = None,
+    kernels: KernelsOption = None,
     threads: Threads = None,
     experts: ExpertsIn = None,
     expert_memory: ExpertMemory = None,

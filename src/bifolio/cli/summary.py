@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bifolio import __version__
+from bifolio.checkpoint.default_sampling import DefaultSampling
 from bifolio.cli.console import bytes_text
 from bifolio.config import ServerConfig, size_text
-from bifolio.engine.messages import Hello
-from bifolio.models.default_sampling import DefaultSampling
+from bifolio.engine.messages import EngineInfo
 
 _QUESTION = "What is the capital of France?"
 
@@ -48,7 +48,7 @@ class Summary:
     def of(
         cls,
         config: ServerConfig,
-        hello: Hello,
+        hello: EngineInfo,
         url: str,
         name: str,
         sampling: DefaultSampling,

@@ -10,7 +10,7 @@ import secrets
 import socket
 import subprocess
 
-from bifolio.engine.place import spawn
+from bifolio.process.launcher import spawn
 
 KEY_BYTES = 32
 _CONNECT_SECONDS = 10.0

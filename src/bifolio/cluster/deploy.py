@@ -5,8 +5,8 @@ from __future__ import annotations
 import ray
 from ray.util import get_node_ip_address
 
-from bifolio.cluster.config import ClusterConfig, PoolResources
-from bifolio.cluster.place import RayPlace
+from bifolio.cluster.cluster_config import ClusterConfig, PoolResources
+from bifolio.cluster.ray_launcher import RayPlace
 from bifolio.config import ServerConfig
 from bifolio.disagg.fleet import Fleet, OnLoading
 from bifolio.disagg.router import PoolRouter

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bifolio.disagg.handshake import Agreement, codec_name
-from bifolio.disagg.planes import Plane, Records, clear_tokens, copy_tokens, token_planes
-from bifolio.kernels.memory import map_bytes
+from bifolio.disagg.token_planes import Plane, Records, clear_tokens, copy_tokens, token_planes
+from bifolio.kernels.huge_pages import map_bytes
 from bifolio.kernels.ops import LayerCache
 from bifolio.kernels.reference_convert import ConvertKernels
 from bifolio.spec import PAGE_HEADER_BYTES, PageSpec

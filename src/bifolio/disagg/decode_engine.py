@@ -9,17 +9,17 @@ from collections.abc import Iterable
 
 import msgspec
 
+from bifolio.cache.manager import PageTable
 from bifolio.config import EngineConfig
-from bifolio.core.cache import PageTable
-from bifolio.disagg.decode import DecodeSide
+from bifolio.disagg.addresses import Listener, listen
+from bifolio.disagg.handoff_stats import ReceivedTally
 from bifolio.disagg.identity import hello_of
 from bifolio.disagg.link import Link, LinkState
-from bifolio.disagg.messages import Role
 from bifolio.disagg.pool_sink import PoolReservation, PoolSink
 from bifolio.disagg.prefill_engine import TIMING
-from bifolio.disagg.tally import ReceivedTally
+from bifolio.disagg.protocol import Role
+from bifolio.disagg.receiver import HandoffReceiver
 from bifolio.disagg.transport import Transport
-from bifolio.disagg.wires import Listener, listen
 from bifolio.engine.engine import Engine, Progress
 from bifolio.engine.messages import (
     Connect,
@@ -30,10 +30,10 @@ from bifolio.engine.messages import (
     Outputs,
     PeerNews,
 )
+from bifolio.engine.runner import Tamper
 from bifolio.errors import PairError, RequestError
 from bifolio.formats import Phase
 from bifolio.request import ErrorCode, FinishReason, Output, PrefillResult, Request
-from bifolio.runtime.runner import Tamper
 
 _BUSY_PATIENCE, _IDLE_PATIENCE = 0.005, 0.25
 
@@ -47,7 +47,7 @@ class DecodePeers:
         self._hello = hello_of(engine, Role.DECODE)
         self._listener: Listener | None = None
         self._secret = b""
-        self._sides: list[DecodeSide[PoolReservation]] = []
+        self._sides: list[HandoffReceiver[PoolReservation]] = []
         self._news: list[Outputs | Listening | PeerNews] = []
         self.tally = ReceivedTally()
 
@@ -79,7 +79,7 @@ class DecodePeers:
     def connected(self, transport: Transport, secret: bytes) -> None:
         """A prefill engine has made a connection."""
         link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
-        self._sides.append(DecodeSide(link, self._sink))
+        self._sides.append(HandoffReceiver(link, self._sink))
 
     def attend(self) -> list[Outputs | Listening | PeerNews]:
         """See `Peers.attend`."""
@@ -113,7 +113,7 @@ class DecodePeers:
             self._listener.close()
 
     @property
-    def sides(self) -> list[DecodeSide[PoolReservation]]:
+    def sides(self) -> list[HandoffReceiver[PoolReservation]]:
         """Connections, ready or not."""
         return self._sides
 

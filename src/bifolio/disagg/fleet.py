@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import structlog
 
 from bifolio.config import EngineConfig, TlsFiles
-from bifolio.core.routing import PrefixIndex
-from bifolio.engine.client import AsyncEngine, WorkerView
 from bifolio.engine.messages import (
     Connect,
     Disconnect,
@@ -29,8 +27,10 @@ from bifolio.engine.messages import (
     PeerNews,
     Tls,
 )
-from bifolio.engine.place import Here, Place
 from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.process.client import AsyncEngine, WorkerView
+from bifolio.process.launcher import Launcher, LocalLauncher
+from bifolio.scheduler.routing import PrefixIndex
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +60,7 @@ class Work:
 
     config: EngineConfig
     factory: str
-    place: Callable[[], Place] = Here
+    place: Callable[[], Launcher] = LocalLauncher
     """Where a worker runs; called once for each."""
 
 
@@ -120,7 +120,10 @@ class Fleet:
         transport: str = "shm",
         tls: TlsFiles | None = None,
         factories: tuple[str, str] = (PREFILL_FACTORY, DECODE_FACTORY),
-        places: tuple[Callable[[], Place], Callable[[], Place]] = (Here, Here),
+        places: tuple[Callable[[], Launcher], Callable[[], Launcher]] = (
+            LocalLauncher,
+            LocalLauncher,
+        ),
         on_loading: OnLoading | None = None,
     ) -> None:
         work = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bifolio.disagg.messages import PROTOCOL_VERSION, Hello, PageShape, Role
+from bifolio.disagg.protocol import PROTOCOL_VERSION, PageShape, Role, WorkerHello
 from bifolio.errors import ConfigError, PairError, UnsupportedError
 from bifolio.formats import CacheFormat
 from bifolio.spec import PageSpec
@@ -43,7 +43,7 @@ class Agreement:
 
 
 def page_shape(spec: PageSpec) -> PageShape:
-    """A page spec as a Hello carries it."""
+    """A page spec as a WorkerHello carries it."""
     latent = spec.latent
     return PageShape(
         layers=spec.layers,
@@ -118,7 +118,7 @@ def handed_writer(
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
 
 
-def agree(mine: Hello, theirs: Hello) -> Agreement:
+def agree(mine: WorkerHello, theirs: WorkerHello) -> Agreement:
     """Compare two Hellos; PairError names the first thing that keeps them apart, and the cure."""
     prefill, decode = (mine, theirs) if mine.role is Role.PREFILL else (theirs, mine)
     _must_equal("protocol version", mine.version, theirs.version, "run the same version")
@@ -135,7 +135,7 @@ def agree(mine: Hello, theirs: Hello) -> Agreement:
             "both must come from the same source model, whatever their formats",
         )
     if len(theirs.nonce) != _NONCE_BYTES or prefill.writer == 0:
-        raise PairError("the peer's Hello is malformed")
+        raise PairError("the peer's WorkerHello is malformed")
     if not 0 < decode.slots <= MAX_SLOTS:
         raise PairError(f"the decode worker has {decode.slots} staging slots, not 1 to {MAX_SLOTS}")
     source, target = page_spec(prefill.page), page_spec(decode.page)

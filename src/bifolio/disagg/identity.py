@@ -6,13 +6,13 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
+from bifolio.checkpoint.source import ModelSource, resolve_source
 from bifolio.disagg.handshake import page_shape
-from bifolio.disagg.messages import PROTOCOL_VERSION, Hello, ModelPrint, Role
+from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelPrint, Role, WorkerHello
 from bifolio.engine.engine import Engine
 from bifolio.errors import CheckpointError, cause_of
 from bifolio.formats import Phase
 from bifolio.input_files import LARGE_BYTES, read_bytes
-from bifolio.models.source import ModelSource, resolve_source
 
 REGION = "local"
 """Region of workers that one launcher starts on one host."""
@@ -25,11 +25,11 @@ MIN_SLOTS, MAX_SLOTS = 8, 4096
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def hello_of(engine: Engine, role: Role) -> Hello:
-    """The Hello of an engine that serves one half of its requests' lives."""
+def hello_of(engine: Engine, role: Role) -> WorkerHello:
+    """The WorkerHello of an engine that serves one half of its requests' lives."""
     spec = engine.pool.spec
     slots = min(max(STAGING_BYTES // spec.page_bytes, MIN_SLOTS), MAX_SLOTS)
-    return Hello(
+    return WorkerHello(
         version=PROTOCOL_VERSION,
         role=role,
         nonce=b"",

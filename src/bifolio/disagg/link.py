@@ -6,8 +6,8 @@ one, and a lost one leaves a gap. A gap that does not close, a peer that falls s
 that is not what its digest says end the connection, and with it all that hangs on it. What is
 built on top need not think of any of that.
 
-Keys. The Hello goes under a key made from the shared secret; all that follows under one made from
-that and the nonces of both Hellos. Whoever sends a valid Ready therefore knows the secret now.
+Keys. The WorkerHello goes under a key made from the shared secret; all that follows under one made
+from that and the nonces of both. Whoever sends a valid Ready therefore knows the secret now.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from enum import StrEnum
 import msgspec
 
 from bifolio.disagg.handshake import Agreement, agree
-from bifolio.disagg.messages import Beat, Bye, Hello, Message, Ready, Refuse, Role
-from bifolio.disagg.policy import Timing
+from bifolio.disagg.protocol import Beat, Bye, Message, Ready, Refuse, Role, WorkerHello
+from bifolio.disagg.timing import Timing
 from bifolio.disagg.transport import MAX_MESSAGE_BYTES, Records, Transport
 from bifolio.errors import ConfigError, PairError
 
@@ -31,7 +31,7 @@ _MAC_BYTES = 16
 _NUMBER_BYTES = 8
 _ENVELOPE = _MAC_BYTES + _NUMBER_BYTES
 _WINDOW, _WINDOW_OF_STRANGERS = 4096, 4
-"""Messages that may wait for an earlier one: of a peer that has said Hello, and of any other."""
+"""Messages that may wait for an earlier one: of a known peer, and of any other."""
 
 
 class LinkState(StrEnum):
@@ -52,7 +52,7 @@ class Link:
     def __init__(
         self,
         transport: Transport,
-        hello: Hello,
+        hello: WorkerHello,
         record_bytes: int,
         *,
         secret: bytes = b"",
@@ -64,7 +64,7 @@ class Link:
         """Why it is closed."""
         self.refused = False
         """Closed because the two workers do not fit, so that another attempt is of no use."""
-        self.peer: Hello | None = None
+        self.peer: WorkerHello | None = None
         self.agreement: Agreement | None = None
         self.records: Records | None = None
         """The staging area: of this end, if it decodes; to fill, if it prefills and is ready."""
@@ -189,7 +189,7 @@ class Link:
     def _handled(self, message: Message) -> bool:
         """Deal with what is the link's own business; the rest is for whoever polls."""
         match message:
-            case Hello() if self.peer is None:
+            case WorkerHello() if self.peer is None:
                 self._meet(message)
             case Ready() if self.agreement is not None and self.state is LinkState.OPENING:
                 if message.codec != self.agreement.name:
@@ -201,13 +201,15 @@ class Link:
                 self.close(message.reason, tell=False)
             case Bye():
                 self.close(f"the peer closed: {message.reason}", tell=False)
-            case _ if self.state is not LinkState.READY or isinstance(message, (Hello, Ready)):
+            case _ if self.state is not LinkState.READY or isinstance(
+                message, (WorkerHello, Ready)
+            ):
                 self.close(f"a {type(message).__name__} came out of turn")
             case _:
                 return False
         return True
 
-    def _meet(self, hello: Hello) -> None:
+    def _meet(self, hello: WorkerHello) -> None:
         self.peer = hello
         nonces = [self._hello.nonce, hello.nonce]
         if self._decodes:

@@ -6,14 +6,13 @@ from array import array
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from bifolio.core import CacheManager
-from bifolio.core.cache import PageTable
+from bifolio.cache.manager import CacheManager, PageTable
 from bifolio.disagg.handshake import Agreement
 from bifolio.disagg.transport import Records
 from bifolio.errors import OverloadedError, RequestError
 from bifolio.kernels.reference_pages import PagesKernels
+from bifolio.pages.kv_pool import KVPool
 from bifolio.request import PrefillResult, Request
-from bifolio.runtime.pool import KVPool
 from bifolio.spec import PAGE_HEADER_BYTES
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 

@@ -7,15 +7,15 @@ from typing import Protocol
 
 import torch
 
-from bifolio.core.step import PageFault
+from bifolio.cache.stamps import PageFault
 from bifolio.disagg.codec import PageCodec
 from bifolio.disagg.handshake import Agreement
-from bifolio.disagg.prefill import HeldPages, SourcePageError
+from bifolio.disagg.sender import HeldPages, SourcePageError
 from bifolio.disagg.transport import Records
 from bifolio.errors import PairError, UnsupportedError
 from bifolio.kernels.reference_convert import ConvertKernels
 from bifolio.kernels.reference_pages import PagesKernels
-from bifolio.runtime.pool import KVPool
+from bifolio.pages.kv_pool import KVPool
 from bifolio.spec import PAGE_HEADER_BYTES
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL, HEADER_TAG
 

@@ -15,17 +15,16 @@ from dataclasses import dataclass
 import structlog
 
 from bifolio.config import EngineConfig
-from bifolio.core import Step
+from bifolio.disagg.addresses import Dialer
+from bifolio.disagg.handoff_kernels import hand_off_kernels
+from bifolio.disagg.handoff_stats import SentTally, TimedSource
 from bifolio.disagg.identity import hello_of
-from bifolio.disagg.kernels import hand_off_kernels
 from bifolio.disagg.link import Link, LinkState
-from bifolio.disagg.messages import Cause, Role
-from bifolio.disagg.policy import Timing
 from bifolio.disagg.pool_source import PoolSource
-from bifolio.disagg.prefill import Delivered, Event, Failed, PrefillSide
-from bifolio.disagg.tally import SentTally, TimedSource
+from bifolio.disagg.protocol import Cause, Role
+from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender
+from bifolio.disagg.timing import Timing
 from bifolio.disagg.transport import Transport
-from bifolio.disagg.wires import Dialer
 from bifolio.engine.engine import Engine, Progress
 from bifolio.engine.messages import (
     Connect,
@@ -36,8 +35,9 @@ from bifolio.engine.messages import (
     Outputs,
     PeerNews,
 )
+from bifolio.engine.runner import Tamper
 from bifolio.request import ErrorCode, FinishReason, Output, PrefillResult, Request
-from bifolio.runtime.runner import Tamper
+from bifolio.scheduler.step import Step
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ class _Routed:
     """A request on its way through here."""
 
     request: Request
-    side: PrefillSide
+    side: HandoffSender
     offered: bool = False
 
 
@@ -71,7 +71,7 @@ class PrefillPeers:
         self._source = TimedSource(source, self.tally)
         self._hello = hello_of(engine, Role.PREFILL)
         self._record_bytes = engine.pool.spec.page_bytes
-        self._sides: dict[str, PrefillSide] = {}
+        self._sides: dict[str, HandoffSender] = {}
         self._announced: set[str] = set()
         self._routed: dict[str, _Routed] = {}
         self._news: list[Output] = []
@@ -113,7 +113,7 @@ class PrefillPeers:
             former.link.close("there is a new connection to this worker")
             self._lost += self._poll(name, former)
         link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
-        self._sides[name] = PrefillSide(link, self._source)
+        self._sides[name] = HandoffSender(link, self._source)
 
     def attend(self) -> list[Outputs | Listening | PeerNews]:
         """See `Peers.attend`."""
@@ -127,7 +127,7 @@ class PrefillPeers:
             self._news = []
         return news
 
-    def _poll(self, name: str, side: PrefillSide) -> list[PeerNews]:
+    def _poll(self, name: str, side: HandoffSender) -> list[PeerNews]:
         for event in side.poll():
             self._end(event)
         news = []

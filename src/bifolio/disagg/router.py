@@ -21,12 +21,12 @@ from typing import Literal
 import msgspec
 import structlog
 
-from bifolio.core.routing import DecodeChoice, PrefillChoice, choose_decode, choose_prefill
 from bifolio.disagg.fleet import Fleet, Member
-from bifolio.engine.client import AsyncEngine, WorkerView
-from bifolio.engine.messages import EngineStats, Hello
+from bifolio.engine.messages import EngineInfo, EngineStats
 from bifolio.errors import BifolioError, EngineDeadError
+from bifolio.process.client import AsyncEngine, WorkerView
 from bifolio.request import ErrorCode, FinishReason, Output, Request, Route
+from bifolio.scheduler.routing import DecodeChoice, PrefillChoice, choose_decode, choose_prefill
 
 log = structlog.get_logger(__name__)
 
@@ -104,13 +104,13 @@ class PoolRouter:
         self._on_loss = on_loss
         self._open: dict[str, _News] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._hello: Hello | None = None
+        self._hello: EngineInfo | None = None
         self._trailing: _Trailing = set()
         self._resent = {"worker_lost": 0, "pages_lost": 0}
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────
 
-    async def start(self) -> Hello:
+    async def start(self) -> EngineInfo:
         """Start all workers; errors as `Fleet.start`."""
         await self.fleet.start()
         hellos = [m.engine.hello for m in self.fleet.members if m.engine is not None]
@@ -132,7 +132,7 @@ class PoolRouter:
         await asyncio.gather(*self._trailing, return_exceptions=True)
 
     @property
-    def hello(self) -> Hello:
+    def hello(self) -> EngineInfo:
         """The two pools as one engine: `pages` are those of the decode workers that run now."""
         assert self._hello is not None, "start() comes first"
         pages = sum(m.engine.hello.pages for m in self.fleet.decode if m.engine is not None)

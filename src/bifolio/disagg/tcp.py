@@ -27,7 +27,7 @@ from contextlib import suppress
 
 from bifolio.disagg.transport import MAX_MESSAGE_BYTES, Records
 from bifolio.errors import ConfigError
-from bifolio.kernels.memory import map_bytes
+from bifolio.kernels.huge_pages import map_bytes
 from bifolio.spec import PAGE_HEADER_BYTES
 
 STREAMS = 4

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.kernels.memory import map_bytes
+from bifolio.kernels.huge_pages import map_bytes
 
 Records = NDArray[np.uint8]
 """uint8 [slots, record_bytes], every record 64-byte aligned."""

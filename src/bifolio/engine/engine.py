@@ -7,27 +7,32 @@ from collections.abc import Callable, Iterable
 import msgspec
 import structlog
 
+from bifolio.cache.manager import CacheManager
+from bifolio.cache.page_pool import PagePool
+from bifolio.cache.stamps import PageFault
+from bifolio.checkpoint.builtin import home
+from bifolio.checkpoint.effective_formats import EffectiveFormats
+from bifolio.checkpoint.gguf import KEPT
+from bifolio.checkpoint.load import LoadedModels, load_models
+from bifolio.checkpoint.source import resolve_source
+from bifolio.checkpoint.token_ids import token_ids
 from bifolio.config import EngineConfig, size_text
-from bifolio.core import CacheManager, Limits, PageFault, PagePool, Scheduler, Step
-from bifolio.engine.messages import EngineStats, HandoffStats, Hello
+from bifolio.engine.messages import EngineInfo, EngineStats, HandoffStats
 from bifolio.engine.peers import Peers
-from bifolio.engine.scrub import Scrubber
+from bifolio.engine.recorded import RecordedModel, StepModel
+from bifolio.engine.runner import ModelRunner, RunnerLimits, Tamper
+from bifolio.engine.sampler import Sampler
 from bifolio.errors import ConfigError, RequestError, cause_of
 from bifolio.formats import Phase
 from bifolio.kernels.cache_scales import CacheScales
-from bifolio.kernels.choose import KernelSet, choose
-from bifolio.models.builtin import home
-from bifolio.models.gguf import KEPT
-from bifolio.models.in_fact import FormatsInFact
-from bifolio.models.loader import LoadedModels, load_models
-from bifolio.models.source import resolve_source
-from bifolio.models.token_ids import token_ids
+from bifolio.kernels.select import KernelSet, select_kernels
+from bifolio.pages.kv_pool import KVPool
+from bifolio.pages.provenance import writer_fingerprint
+from bifolio.pages.scrub import Scrubber
 from bifolio.request import Output, Request
-from bifolio.runtime.pool import KVPool
-from bifolio.runtime.provenance import writer_fingerprint
-from bifolio.runtime.recorded import Model, RecordedModel
-from bifolio.runtime.runner import ModelRunner, RunnerLimits, Tamper
-from bifolio.runtime.sampler import Sampler
+from bifolio.scheduler.limits import SchedulerLimits
+from bifolio.scheduler.scheduler import Scheduler
+from bifolio.scheduler.step import Step
 from bifolio.spec import ModelSpec, PageSpec
 
 SURVEYED_AT_A_TIME = 16
@@ -44,7 +49,7 @@ Progress = Callable[[str, int, int], None]
 class Engine:
     """Serves one model in one process. Not thread-safe: one thread adds, aborts and steps.
 
-    `tamper` (`runtime.runner`) and `kernels` (in place of those of the configuration) are for fault
+    `tamper` (`engine.runner`) and `kernels` (in place of those of the configuration) are for fault
     injection.
     """
 
@@ -67,7 +72,7 @@ class Engine:
                 f"{size_text(page.page_bytes)}; give more memory or a smaller page="
             )
         self.max_model_len = _model_len(config, self.spec, page)
-        self.kernels = kernels or choose(config.kernels, config.threads)
+        self.kernels = kernels or select_kernels(config.kernels, config.threads)
         self.models = load_models(
             source,
             config.plan,
@@ -77,10 +82,10 @@ class Engine:
             expert_memory=config.expert_memory,
             progress=lambda done, total: progress("weights", done, total),
         )
-        self.formats = {p: FormatsInFact.of(self.models.phase(p).decoder) for p in Phase}
+        self.formats = {p: EffectiveFormats.of(self.models.phase(p).decoder) for p in Phase}
         self.pool = _pool(page, pages, self.models.cache_scales)
         self._page_pool = PagePool(pages)
-        limits = Limits(
+        limits = SchedulerLimits(
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_step_tokens,
@@ -102,7 +107,7 @@ class Engine:
         self._scrubber = Scrubber(self.scheduler.cache, seals) if seals else None
 
     def writer(self, phase: Phase) -> int:
-        """Fingerprint of what writes pages in a phase (`runtime.provenance`)."""
+        """Fingerprint of what writes pages in a phase (`pages.provenance`)."""
         formats = self.formats[phase]
         weights = f"{formats.layers} {formats.experts} {self.kernels.ops.name}"
         scales = "one" if self.pool.scales is None else self.pool.scales.digest
@@ -178,9 +183,9 @@ class Engine:
         if self.models.experts is not None:
             self.models.experts.survey(SURVEYED_AT_A_TIME)
 
-    def hello(self) -> Hello:
+    def hello(self) -> EngineInfo:
         """Describe the engine."""
-        return Hello(
+        return EngineInfo(
             model=self._config.model,
             vocab=self.spec.vocab,
             max_model_len=self.max_model_len,
@@ -328,7 +333,7 @@ def _tell_widened(types: tuple[str, ...]) -> None:
         )
 
 
-def _runnable(models: LoadedModels, kernels: KernelSet) -> dict[Phase, Model]:
+def _runnable(models: LoadedModels, kernels: KernelSet) -> dict[Phase, StepModel]:
     """The model of each phase, its decode steps recorded where the kernels can; one if equal."""
     plain = {phase: models.phase(phase) for phase in Phase}
     if kernels.recorder is None or not all(model.recordable for model in plain.values()):

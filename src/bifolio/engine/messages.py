@@ -1,7 +1,7 @@
 """What the front end and the engine process say to each other, as msgpack.
 
     front → engine   Start · Submit · Abort · Shutdown · Listen · Connect · Disconnect
-    engine → front   Loading · Hello · Outputs · Refused · EngineStats · Fatal
+    engine → front   Loading · EngineInfo · Outputs · Refused · EngineStats · Fatal
                      Listening · PeerNews
 
 The order of one request: Submit, then either one Refused, or one Output without news, which says
@@ -105,7 +105,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine is ready. Ids are valid below `vocab`, which may exceed the tokenizer's length;
     those without a token never come out.
 
@@ -223,4 +223,6 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 FrontMessage = Start | Submit | Abort | Shutdown | Listen | Connect | Disconnect
-EngineMessage = Loading | Hello | Outputs | Refused | EngineStats | Fatal | Listening | PeerNews
+EngineMessage = (
+    Loading | EngineInfo | Outputs | Refused | EngineStats | Fatal | Listening | PeerNews
+)

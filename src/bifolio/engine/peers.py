@@ -8,14 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from bifolio.engine.messages import (
-    Connect,
-    Disconnect,
-    Listen,
-    Listening,
-    Outputs,
-    PeerNews,
-)
+from bifolio.engine.messages import Connect, Disconnect, Listen, Listening, Outputs, PeerNews
 
 
 class Peers(Protocol):

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from bifolio.formats import E4M3_MAX, Number
 from bifolio.kernels.ops import LayerCache
-from bifolio.kernels.paged import cast_e4m3
+from bifolio.quant.e4m3 import cast_e4m3
 from bifolio.spec.page import LATENT_GROUP
 
 _DTYPES = {Number.BF16: torch.bfloat16, Number.FP8: torch.uint8, Number.FP32: torch.float32}

@@ -9,15 +9,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bifolio.errors import ConfigError, UnsupportedError
-from bifolio.kernels.arena import Arena
-from bifolio.kernels.memory import Region
+from bifolio.kernels.huge_pages import Region
 from bifolio.kernels.native_attention import AttentionOps
 from bifolio.kernels.native_convert import ConvertOps
 from bifolio.kernels.native_grouped import NativeGroupedOps
 from bifolio.kernels.native_latent import NativeLatentOps
 from bifolio.kernels.native_linear import LinearOps
 from bifolio.kernels.native_pages import PageOps
-from bifolio.kernels.native_sampling import SamplingOps
+from bifolio.kernels.native_sampling import NativeSampling
+from bifolio.kernels.result_arena import Arena
 from bifolio.machine import default_threads
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Tape:
 
 
 class NativeOps(
-    LinearOps, AttentionOps, SamplingOps, NativeGroupedOps, NativeLatentOps, PageOps, ConvertOps
+    LinearOps, AttentionOps, NativeSampling, NativeGroupedOps, NativeLatentOps, PageOps, ConvertOps
 ):
     """Implements `Ops` on the CPU with kernels picked once for this processor.
 

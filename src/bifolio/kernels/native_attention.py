@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bifolio.errors import UnsupportedError
 from bifolio.formats import CacheFormat, Number
-from bifolio.kernels.arena import Arena
 from bifolio.kernels.ops import Batch, LayerCache, Norm
+from bifolio.kernels.result_arena import Arena
 
 if TYPE_CHECKING:
     from bifolio import _native

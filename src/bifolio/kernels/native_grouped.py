@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bifolio.kernels.arena import Arena
 from bifolio.kernels.native_linear import NativeWeight
 from bifolio.kernels.native_pages import PageOps
 from bifolio.kernels.ops import Groups, Norm, Weight, unwatched
+from bifolio.kernels.result_arena import Arena
 
 if TYPE_CHECKING:
     from bifolio import _native

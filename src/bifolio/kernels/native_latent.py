@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from bifolio.formats import CacheFormat
-from bifolio.kernels.arena import Arena
 from bifolio.kernels.latent import LatentOps
 from bifolio.kernels.native_attention import FP32_KIND, TOKEN_SCALES_KIND, cache_kind
 from bifolio.kernels.ops import Batch, LayerCache
+from bifolio.kernels.result_arena import Arena
 
 if TYPE_CHECKING:
     from bifolio import _native

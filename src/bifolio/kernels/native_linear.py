@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
-from bifolio.kernels.arena import Arena
-from bifolio.kernels.mapped import MappedRecord
-from bifolio.kernels.memory import Region
+from bifolio.kernels.huge_pages import Region
+from bifolio.kernels.mapped_weights import MappedRecord
 from bifolio.kernels.ops import Norm, Weight
-from bifolio.kernels.tensor import QuantTensor
+from bifolio.kernels.result_arena import Arena
+from bifolio.quant.quant_tensor import QuantTensor
 
 if TYPE_CHECKING:
     from bifolio import _native

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bifolio.kernels.arena import Arena
 from bifolio.kernels.reference_sampling import Draw, adjust, needs_adjustment, uniform
+from bifolio.kernels.result_arena import Arena
 from bifolio.request import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _RULE = np.dtype(
 """`DrawRule` of csrc/kernels/sampling.hpp."""
 
 
-class SamplingOps:
+class NativeSampling:
     """The part of `NativeOps` that chooses tokens. Takes the rows of float32 logits as they lie."""
 
     _runtime: _native.Runtime

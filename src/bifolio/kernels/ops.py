@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bifolio.formats import WeightFormat
-from bifolio.kernels.tensor import QuantTensor
+from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec import PageSpec
 
 

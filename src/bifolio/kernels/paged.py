@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bifolio.formats import E4M3_MAX, Number
 from bifolio.kernels.ops import LayerCache
+from bifolio.quant.e4m3 import cast_e4m3
 
 _DTYPES = {
     Number.BF16: torch.bfloat16,
@@ -18,11 +19,6 @@ _DTYPES = {
     Number.FP32: torch.float32,
 }
 _FP16_MAX = 65504.0
-
-
-def cast_e4m3(x: Tensor) -> Tensor:
-    """Float32 to float8_e4m3fn: clamp to ±448, round to nearest even, NaN stays NaN."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def token_scales(x_thd: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from bifolio.formats import Number, WeightFormat
 from bifolio.kernels import paged
-from bifolio.kernels.decode import decode
 from bifolio.kernels.grouped import GroupedOps
 from bifolio.kernels.latent import LatentOps, slots
 from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight, unwatched
 from bifolio.kernels.pointwise import rms_norm, rotate, swiglu
-from bifolio.kernels.tensor import QuantTensor
+from bifolio.quant.dequantize import dequantize
+from bifolio.quant.quant_tensor import QuantTensor
 
 _INT8_MAX = 127.0
 _LEAST_ABSMAX = 2.0**-120
@@ -48,7 +48,7 @@ class ReferenceOps(GroupedOps, LatentOps):
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         bias = None if bias_n is None else bias_n.to(torch.float32)
         order = None if weight.order_k is None else weight.order_k.long()
-        matrix = decode(replace(weight, order_k=None))
+        matrix = dequantize(replace(weight, order_k=None))
         if matrix.data_ptr() == weight.codes.data_ptr():  # the QuantTensor may lie in a file
             matrix = matrix.clone(memory_format=torch.contiguous_format)
         return ReferenceWeight(weight.format, weight.n, weight.k, matrix, bias, order, weight.gated)

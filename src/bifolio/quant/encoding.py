@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from bifolio.errors import CheckpointError
 from bifolio.formats import E4M3_MAX, FP8_BLOCK, Number, Scaling, WeightFormat
-from bifolio.kernels.paged import cast_e4m3
-from bifolio.kernels.tensor import QuantTensor
+from bifolio.quant.e4m3 import cast_e4m3
+from bifolio.quant.quant_tensor import QuantTensor
 
 _CHUNK_NUMBERS = (1 << 15) - 1
 """Numbers that are encoded at a time: bounds the temporary memory of a large matrix, and stays

@@ -11,7 +11,7 @@ from bifolio.spec.hf import FAMILIES, read_spec
 from bifolio.spec.hf_mla import MLA_FAMILIES, read_mla_spec
 from bifolio.spec.hf_moe import MOE_FAMILIES, read_moe_spec
 from bifolio.spec.model import ModelSpec
-from bifolio.words import shown
+from bifolio.wording import shown
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any] | None], ModelSpec]] = (
     dict.fromkeys(FAMILIES, read_spec)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.words import cut
+from bifolio.wording import cut
 
 MOST_LAYERS = 10_000
 """Beyond any model; a damaged number must not take memory before it is compared with tensors."""

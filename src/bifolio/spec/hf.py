@@ -15,7 +15,7 @@ from typing import Any
 from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.spec.fields import MOST_EXPERTS, MOST_LAYERS, Fields
 from bifolio.spec.model import ModelSpec, RopeSpec
-from bifolio.words import shown
+from bifolio.wording import shown
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""Joins plan, bench and eval of a deployment into one page that stands for itself."""

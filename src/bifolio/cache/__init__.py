@@ -1,0 +1,1 @@
+"""Who holds which page: states, tags, the prefix tree. No tensors."""

@@ -1,0 +1,1 @@
+"""Reads checkpoints (safetensors, GGUF) into weights that the kernels can run."""

@@ -1,0 +1,1 @@
+"""How checkpoints lay out quantized matrices: one module per layout."""

@@ -1,0 +1,173 @@
+"""How a checkpoint stores its quantised matrices: `quantization_config`, read by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bifolio.checkpoint.layouts.compressed_tensors import PackedForm, PlainForm
+from bifolio.checkpoint.layouts.gptq_awq import AWQForm, GPTQForm
+from bifolio.checkpoint.layouts.layout import Form
+from bifolio.errors import UnsupportedError
+from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
+from bifolio.spec.fields import Fields
+
+_BLOCK = [FP8_BLOCK, FP8_BLOCK]
+_INT4_GROUPS = (32, 64, 128)
+_INT8_GROUPS = (32,)
+_WHOLE_ROWS = -1
+_GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+
+
+def read_quantization(config: Mapping[str, Any]) -> Form | None:
+    """The form that a `config.json` declares; None where it declares none.
+
+    UnsupportedError names a form that cannot be read.
+    """
+    readers = {
+        "fp8": _block_fp8,
+        "compressed-tensors": _compressed,
+        "gptq": _gptq,
+        "awq": _awq,
+    }
+    fields = Fields(config, "config.json")
+    for values in (fields, fields.part("text_config")):
+        part = values.part("quantization_config")
+        if not part.keys():
+            continue
+        method = part.text("quant_method")
+        if method in readers:
+            return readers[method](part)
+        raise UnsupportedError(
+            f"config.json: quantization_config: quant_method={method!r} is not supported; "
+            f"methods: {', '.join(readers)}; or use a checkpoint in bf16"
+        )
+    return None
+
+
+def _block_fp8(part: Fields) -> Form:
+    part.refuse_unless("fmt", ("e4m3", "float8_e4m3fn"), "fp8 is e4m3")
+    part.refuse_unless("activation_scheme", ("dynamic",), "activations have no static scales")
+    part.refuse_unless("weight_block_size", (_BLOCK,), "blocks are 128 × 128")
+    if "weight_block_size" not in part:
+        raise UnsupportedError(
+            "config.json: quantization_config: fp8 without weight_block_size is not supported"
+        )
+    fmt = WeightFormat(Number.FP8, Scaling.BLOCK)
+    return PlainForm(fmt, Scaling.BLOCK, "weight_scale_inv", "F8_E4M3")
+
+
+def _check_cache(scheme: Fields) -> None:
+    """Static scales of an fp8 cache are read (`stored_cache_scales`); other schemes are refused."""
+    if not scheme.keys():
+        return
+    what = (scheme.text("type", "int"), scheme.integer("num_bits", 8))
+    if what != ("float", 8):
+        raise UnsupportedError(
+            f"config.json: quantization_config: kv_cache_scheme of {what[0]}{what[1]} is not "
+            "supported; the scales of an fp8 cache are"
+        )
+    scheme.refuse_unless("symmetric", (True,), "the cache has no zero points")
+    scheme.refuse_unless("dynamic", (False,), "scales are static")
+    scheme.refuse_unless("strategy", ("tensor", "attn_head"), "one scale by layer or head")
+
+
+def _compressed(part: Fields) -> Form | None:
+    _check_cache(part.part("kv_cache_scheme"))
+    sparsity = part.part("sparsity_config")
+    sparsity.refuse_unless("format", ("dense",), "sparse weights are not read")
+    groups = part.part("config_groups")
+    if not groups.keys() and "kv_cache_scheme" in part:
+        return None
+    if len(groups.keys()) != 1:
+        raise UnsupportedError(
+            "config.json: quantization_config: config_groups must hold one group of weights, not "
+            f"{sorted(groups.keys())}"
+        )
+    group = groups.part(next(iter(groups.keys())))
+    weights, form = group.part("weights"), part.text("format")
+    kind, bits = weights.text("type", "int"), weights.integer("num_bits")
+    weights.refuse_unless("dynamic", (False,), "weights have static scales")
+    known = {
+        ("pack-quantized", "int", 4): (Number.INT4, "I32"),
+        ("naive-quantized", "int", 8): (Number.INT8, "I8"),
+        ("int-quantized", "int", 8): (Number.INT8, "I8"),
+        ("naive-quantized", "float", 8): (Number.FP8, "F8_E4M3"),
+        ("float-quantized", "float", 8): (Number.FP8, "F8_E4M3"),
+    }
+    if (form, kind, bits) not in known:
+        raise UnsupportedError(
+            f"config.json: quantization_config: format={form!r} with {kind} of {bits} bits is not "
+            f"supported; formats: {', '.join(f'{f} {k}{b}' for f, k, b in known)}"
+        )
+    number, dtype = known[form, kind, bits]
+    zeros = not weights.flag("symmetric", True)
+    scaling, fmt = _scaling(weights, number, zeros)
+    if number is Number.INT4:
+        return PackedForm(fmt, scaling)
+    weights.refuse_unless("symmetric", (True,), f"zero points of {number} are not read")
+    weights.refuse_unless("actorder", ("static", "weight", False), "columns stay in order")
+    return PlainForm(fmt, scaling, "weight_scale", dtype)
+
+
+def _scaling(weights: Fields, number: Number, zeros: bool) -> tuple[Scaling, WeightFormat]:
+    """Scaling as stored, and the format that holds it."""
+    strategy = weights.text("strategy", "tensor")
+    if strategy == "group":
+        size = weights.integer("group_size")
+        if size in {Number.INT4: _INT4_GROUPS, Number.INT8: _INT8_GROUPS}.get(number, ()):
+            return Scaling.GROUP, WeightFormat(number, Scaling.GROUP, size, zeros)
+        raise UnsupportedError(
+            f"config.json: quantization_config: group_size={size} of {number} is not supported"
+        )
+    if strategy == "block" and number is Number.FP8:
+        weights.refuse_unless("block_structure", (_BLOCK,), "blocks are 128 × 128")
+        return Scaling.BLOCK, WeightFormat(number, Scaling.BLOCK)
+    if strategy not in ("channel", "tensor"):
+        raise UnsupportedError(
+            f"config.json: quantization_config: strategy={strategy!r} of {number} is not supported"
+        )
+    scaling = Scaling(strategy)
+    if number is Number.INT4:
+        return scaling, WeightFormat(number, Scaling.GROUP, _INT4_GROUPS[-1], zeros)
+    return scaling, WeightFormat(number, scaling if number is Number.FP8 else Scaling.CHANNEL)
+
+
+def _gptq(part: Fields) -> Form:
+    part.refuse_unless("bits", (4,), "GPTQ is read with 4 bits")
+    part.refuse_unless("pack_dtype", ("int32",), "codes lie in words of 32 bits")
+    part.refuse_unless("dynamic", ({},), "all matrices are quantised alike")
+    version = part.text("checkpoint_format", "gptq")
+    if version not in _GPTQ_VERSIONS:
+        raise UnsupportedError(
+            f"config.json: quantization_config: checkpoint_format={version!r} is not supported; "
+            f"formats: {', '.join(_GPTQ_VERSIONS)}"
+        )
+    fmt, whole_rows = _int4_groups(part, zeros="sym" not in part or not part.flag("sym"))
+    return GPTQForm(fmt, whole_rows, _GPTQ_VERSIONS[version])
+
+
+def _awq(part: Fields) -> Form:
+    part.refuse_unless("bits", (4,), "AWQ is read with 4 bits")
+    part.refuse_unless("w_bit", (4,), "AWQ is read with 4 bits")
+    part.refuse_unless("zero_point", (True,), "AWQ without zero points is not read")
+    version = part.text("version", "gemm")
+    if version.lower() != "gemm":
+        raise UnsupportedError(
+            f"config.json: quantization_config: version={version!r} of AWQ is not supported; "
+            "version gemm is"
+        )
+    return AWQForm(*_int4_groups(part, zeros=True))
+
+
+def _int4_groups(part: Fields, *, zeros: bool) -> tuple[WeightFormat, bool]:
+    """The format by `group_size`, and whether one group spans whole rows."""
+    size = part.integer("group_size", low=_WHOLE_ROWS)
+    if size == _WHOLE_ROWS:
+        return WeightFormat(Number.INT4, Scaling.GROUP, _INT4_GROUPS[-1], zeros), True
+    if size not in _INT4_GROUPS:
+        raise UnsupportedError(
+            f"config.json: quantization_config: group_size={size} is not supported; sizes: -1, "
+            f"{', '.join(map(str, _INT4_GROUPS))}"
+        )
+    return WeightFormat(Number.INT4, Scaling.GROUP, size, zeros), False

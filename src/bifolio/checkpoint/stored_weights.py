@@ -1,0 +1,96 @@
+"""The tensors of checkpoint files as numbers: floats as they are, quantised matrices as one each.
+
+A quantised matrix is several tensors: `x.weight_packed`, `x.weight_scale` and `x.weight_shape`,
+say. Here it is one, `x.weight`, of the shape that it means; its parts are proved to be there and
+to fit each other when the checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bifolio.checkpoint.layouts.layout import FLOATS, Form, Parts
+from bifolio.checkpoint.tensor_files import TensorFiles
+from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.formats import BF16, FP32
+from bifolio.quant.quant_tensor import QuantTensor
+
+
+class StoredWeights:
+    """Implements `Checkpoint` on tensor files, quantised as `form` says (None: floats only)."""
+
+    def __init__(self, files: TensorFiles, form: Form | None) -> None:
+        self._files = files
+        self._form = form
+        self._quantised = _find(files, form) if form else {}
+        parts = {
+            f"{at}.{suffix}"
+            for at in self._quantised
+            if form
+            for suffix in (form.codes, *form.needed, *form.allowed)
+        }
+        shapes = {name: shape for name, shape in files.shapes.items() if name not in parts}
+        for name in shapes:
+            if files.dtypes[name] not in FLOATS:
+                raise UnsupportedError(
+                    f"tensor {name} is stored as {files.dtypes[name]}, which the configuration "
+                    f"does not explain; only {', '.join(FLOATS)} can be read"
+                )
+        for at, shape in self._quantised.items():
+            if f"{at}.weight" in shapes:
+                raise CheckpointError(f"{at} is there as floats and quantised; one is too many")
+            shapes[f"{at}.weight"] = shape
+        self.shapes: Mapping[str, tuple[int, ...]] = shapes
+
+    def matrix(self, name: str) -> QuantTensor:
+        at = name.removesuffix(".weight")
+        if at in self._quantised:
+            assert self._form is not None
+            return self._form.read(Parts(self._files, at), *self._quantised[at])
+        codes = self._files.tensor(name)
+        n, k = codes.shape
+        if codes.dtype is torch.bfloat16:
+            return QuantTensor(BF16, n, k, codes)
+        return QuantTensor(FP32, n, k, codes.to(torch.float32))
+
+    def vector(self, name: str) -> Tensor:
+        return self._files.tensor(name).to(torch.float32, copy=True)
+
+    def means_nothing(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros beside a quantised matrix.
+
+        Some writers of GPTQ give one to every matrix, also in families that have none.
+        """
+        at, _, suffix = name.rpartition(".")
+        if suffix != "bias" or at not in self._quantised:
+            return False
+        return not bool(self._files.tensor(name).any())
+
+
+def _find(files: TensorFiles, form: Form) -> dict[str, tuple[int, int]]:
+    """Every quantised matrix and the shape that it means."""
+    found: dict[str, tuple[int, int]] = {}
+    for name in files.shapes:
+        at, _, suffix = name.rpartition(".")
+        parts = Parts(files, at)
+        if suffix in form.needed and form.codes not in parts:
+            raise CheckpointError(f"{name} is there, but {parts.name(form.codes)} is missing")
+        if suffix != form.codes or (suffix == "weight" and files.dtypes[name] in FLOATS):
+            continue
+        for needed in form.needed:
+            if needed not in parts:
+                raise CheckpointError(f"{name} is there, but {parts.name(needed)} is missing")
+        if files.dtypes[name] != form.dtype:
+            raise CheckpointError(
+                f"{name} is stored as {files.dtypes[name]}, but quantization_config means "
+                f"{form.dtype}"
+            )
+        found[at] = form.shape(parts)
+    for name in files.shapes:
+        at, _, suffix = name.rpartition(".")
+        if suffix in form.needed and at not in found:
+            raise CheckpointError(f"{name} is there, but {at}.{form.codes} is not quantised")
+    return found

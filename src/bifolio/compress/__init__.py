@@ -1,1 +1,0 @@
-"""Turns one checkpoint into a smaller one that other engines load too."""

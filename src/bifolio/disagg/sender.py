@@ -1,0 +1,462 @@
+"""The sender of hand-offs: one per connection of a prefill worker to a decode worker.
+
+The engine offers a request when it admits it, reports how far its prompt is computed, and hands
+over the result once the first token is sampled. In between, `poll` sends each page that is complete
+and that the receiver lacks, so that most of the transfer is over when the last chunk is.
+
+Ownership. The engine holds the pages of a request from `offer` until the one event that ends it
+(`Delivered` or `Failed`), or until its own `abort`. A page is read within `poll` only: it is
+checked, converted and copied into a staging slot before the call returns, so that no transfer
+outlives a hold. A slot is this side's from its Grant to the `put` that gives it back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from bifolio.cache.stamps import PageFault
+from bifolio.disagg.handshake import Agreement
+from bifolio.disagg.link import Link, LinkState
+from bifolio.disagg.protocol import (
+    AbortTransfer,
+    Accept,
+    Admitted,
+    Beat,
+    Cause,
+    Decline,
+    Finish,
+    Grant,
+    Message,
+    Offer,
+    PageMessage,
+    Settled,
+)
+from bifolio.disagg.root_digest import root
+from bifolio.disagg.timing import RetryBudget
+from bifolio.disagg.transport import Records
+from bifolio.errors import IntegrityError, PairError
+from bifolio.request import PrefillResult, Request
+
+log = structlog.get_logger(__name__)
+
+RETRIED = frozenset({Cause.CORRUPT, Cause.OVERLOADED})
+"""Causes after which the same peer is asked again, while budget and deadline allow."""
+
+
+class HeldPages(Protocol):
+    """Pages that a request holds, in the order of its positions: a `cache.manager.PageTable`."""
+
+    @property
+    def page_ids(self) -> Sequence[int]: ...
+    @property
+    def tags(self) -> Sequence[int]: ...
+
+
+class SourcePageError(IntegrityError):
+    """A page to be sent does not carry its tag or its seal; `fault` names it."""
+
+    def __init__(self, fault: PageFault) -> None:
+        super().__init__(f"page {fault.page} of the prefill side is not what it should be: {fault}")
+        self.fault = fault
+
+
+class PageEncoder(Protocol):
+    """Reads pages of the sender and writes records of the receiver's format."""
+
+    def encode(
+        self, held: HeldPages, length: int, first: int, slots: Sequence[int], records: Records
+    ) -> list[tuple[int, int]]:
+        """Logical pages first, first + 1, … of a prompt of `length` tokens, one into each slot.
+
+        Pages are those of the receiver. Tags and seals are compared before the conversion, and
+        tags once more after it: SourcePageError. Returns (fill, digest) of each record.
+        """
+        ...
+
+
+class PageSource(Protocol):
+    """What the prefill engine gives: its pool, seen by the pages of a receiver."""
+
+    def encoder(self, agreement: Agreement) -> PageEncoder:
+        """The conversion for a peer; PairError if this build has none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The decode side has admitted the request. Release its pages; it is not ours any more."""
+
+    request_id: str
+    pages: int
+    """Sent."""
+    known: int
+    """Not sent, since the decode side had them."""
+    hidden: int
+    """Sent before the prompt was computed to its end."""
+    nbytes: int
+    """Of the records sent, with those of failed attempts."""
+    seconds: float
+    """From the end of the prompt to the admission: the part of the transfer that nothing hid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The hand-off will not happen. Release the pages; `cause` says what to do with the request.
+
+    `fault` names the page to quarantine after Cause.SOURCE.
+    """
+
+    request_id: str
+    cause: Cause
+    message: str
+    param: str | None = None
+    fault: PageFault | None = None
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether the request may succeed elsewhere: nobody has asked for its end."""
+        return self.cause not in (Cause.CANCELLED, Cause.DEADLINE, Cause.REJECTED)
+
+
+Event = Delivered | Failed
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """One request on its way; what is about an attempt starts anew with each."""
+
+    request: Request
+    held: HeldPages
+    pages: int
+    deadline: float
+    computed: int = 0
+    """Positions whose pages may be read: whole pages of the sender, or the whole prompt."""
+    result: PrefillResult | None = None
+    ended: float = 0.0
+    attempt: int = 0
+    transfer: int = -1
+    due: float | None = None
+    """When the next attempt starts; None while one runs."""
+    known: int = -1
+    """-1 until the offer is accepted."""
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    finished: bool = False
+    moved: float = 0.0
+    """When the peer last brought this on, or was rightly busy."""
+    hidden: int = 0
+    """Pages that were sent before the prompt was computed to its end."""
+    nbytes: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def waits_for_us(self) -> bool:
+        """Nothing can come from the peer before this side has done something."""
+        return self.due is not None or (self.known >= 0 and not self.finished)
+
+
+class HandoffSender:
+    """Sends hand-offs over one link. Not thread-safe: the thread that steps the engine calls it.
+
+    `batch` bounds the pages that one `poll` converts. `ready` says whether requests may be offered.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        source: PageSource,
+        retries: RetryBudget | None = None,
+        *,
+        batch: int = 64,
+    ) -> None:
+        self.link = link
+        self._source = source
+        self._encoder: PageEncoder | None = None
+        self._retries = retries or RetryBudget()
+        self._batch = batch
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._by_transfer: dict[int, _Outgoing] = {}
+        self._slots: dict[int, None] = {}
+        """Granted and not yet used, in the order of their grants."""
+        self._transfers = 0
+        self._events: list[Event] = []
+        link.busy = self._busy
+
+    @property
+    def ready(self) -> bool:
+        return self.link.state is LinkState.READY and self._encoder is not None
+
+    def offer(self, request: Request, held: HeldPages, deadline: float = math.inf) -> None:
+        """Announce a request whose prompt is about to be computed into `held`, which may grow.
+
+        `deadline` is in seconds from now. Exactly one event follows, unless `abort` is called.
+        """
+        assert request.id not in self._outgoing, f"{request.id} is being handed over already"
+        if not self.ready:
+            self._fail_unknown(request.id)
+            return
+        agreement = self.link.agreement
+        assert agreement is not None
+        out = _Outgoing(
+            request=msgspec.structs.replace(request, route=None, timeout=None),  # see `deadline`
+            held=held,
+            pages=agreement.target.pages_for(len(request.prompt_ids)),
+            deadline=self.link.clock() + deadline,
+        )
+        self._outgoing[request.id] = out
+        self._start(out)
+
+    def computed(self, request_id: str, tokens: int) -> None:
+        """The pages hold the positions below `tokens`, and full pages are sealed."""
+        out = self._outgoing.get(request_id)
+        if out is not None:
+            agreement = self.link.agreement
+            assert agreement is not None
+            size = agreement.source.page_size
+            whole = tokens if tokens >= out.length else tokens - tokens % size
+            out.computed = max(out.computed, whole)
+
+    def finish(self, request_id: str, result: PrefillResult) -> None:
+        """The prompt is computed to its end and the first token sampled."""
+        out = self._outgoing.get(request_id)
+        if out is not None:
+            out.hidden = len(out.sent)
+            self.computed(request_id, out.length)
+            out.result = result
+            out.ended = self.link.clock()
+
+    def owns(self, request_id: str) -> bool:
+        """Whether an event about this request is still to come."""
+        return request_id in self._outgoing
+
+    def abort(self, request_id: str, cause: Cause = Cause.CANCELLED) -> None:
+        """Forget a request, at once on both sides; no event follows. Unknown ids are ignored."""
+        out = self._outgoing.get(request_id)
+        if out is not None:
+            if out.due is None:
+                self.link.send(AbortTransfer(transfer=out.transfer, cause=cause))
+            self._forget(out)
+
+    def poll(self) -> list[Event]:
+        """Take what the peer says, send what is ready, watch the time; what has ended since."""
+        for message in self.link.poll():
+            self._take(message)
+        if self.link.state is LinkState.READY:
+            if self._encoder is None:
+                self._connect()
+            self._watch()
+            self._pump()
+        if self.link.closed:
+            for out in list(self._outgoing.values()):
+                self._end(out, Cause.PEER_LOST, self.link.reason)
+        events, self._events = self._events, []
+        return events
+
+    def _connect(self) -> None:
+        assert self.link.agreement is not None
+        try:
+            self._encoder = self._source.encoder(self.link.agreement)
+        except PairError as error:
+            self.link.refuse(str(error))
+
+    # ── what the peer says ───────────────────────────────────────────────────────────────────
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Grant(slots):
+                self._granted(slots)
+                return
+            case Beat(busy):
+                for transfer in busy:
+                    if transfer in self._by_transfer:
+                        self._by_transfer[transfer].moved = self.link.clock()
+                return
+            case Accept() | Decline() | Admitted() | AbortTransfer():
+                out = self._by_transfer.get(message.transfer)
+            case _:
+                self.link.close(f"a decode worker does not send {type(message).__name__}")
+                return
+        if out is None:
+            return  # of a transfer that this side has given up
+        out.moved = self.link.clock()
+        match message:
+            case Accept():
+                self._accepted(out, message)
+            case Decline():
+                self._failed(out, message.cause, message.message, message)
+            case AbortTransfer():
+                self._failed(out, message.cause, message.message)
+            case Admitted():
+                self._admitted(out)
+
+    def _granted(self, slots: list[int]) -> None:
+        agreement = self.link.agreement
+        assert agreement is not None
+        if not all(0 <= slot < agreement.slots for slot in slots):
+            self.link.close("the peer granted slots that it does not have")
+            return
+        self._slots.update(dict.fromkeys(slots))
+
+    def _accepted(self, out: _Outgoing, accept: Accept) -> None:
+        if out.known >= 0 or accept.pages != out.pages or not 0 <= accept.known <= out.pages:
+            self.link.close(f"the peer accepted a transfer in a way that cannot be: {accept}")
+            return
+        out.known = accept.known
+
+    def _admitted(self, out: _Outgoing) -> None:
+        if not out.finished:
+            self.link.close("the peer admitted a request that was not sent")
+            return
+        self._retries.succeeded()
+        self.link.send(Settled(out.transfer))
+        self._forget(out)
+        self._events.append(
+            Delivered(
+                request_id=out.request.id,
+                pages=len(out.sent),
+                known=out.known,
+                hidden=out.hidden,
+                nbytes=out.nbytes,
+                seconds=self.link.clock() - out.ended,
+            )
+        )
+
+    # ── attempts ─────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, out: _Outgoing) -> None:
+        now = self.link.clock()
+        out.attempt += 1
+        out.transfer = self._transfers
+        self._transfers += 1
+        out.due = None
+        out.known = -1
+        out.sent = []
+        out.finished = False
+        out.moved = now
+        self._by_transfer[out.transfer] = out
+        self.link.send(
+            Offer(
+                transfer=out.transfer,
+                request=out.request,
+                deadline=out.deadline - now,
+            )
+        )
+
+    def _failed(
+        self, out: _Outgoing, cause: Cause, message: str, decline: Decline | None = None
+    ) -> None:
+        """An attempt has failed on both sides: plan another, or end."""
+        del self._by_transfer[out.transfer]
+        delay = self._retries.delay(out.attempt) if cause in RETRIED else None
+        if delay is not None:
+            log.warning("hand-off is tried again", request=out.request.id, cause=cause)
+            out.due = self.link.clock() + max(delay, decline.retry_after if decline else 0.0)
+            return
+        self._end(out, cause, message, param=decline.param if decline else None)
+
+    def _give_up(self, out: _Outgoing, cause: Cause, message: str) -> None:
+        """End an attempt from this side."""
+        self.link.send(AbortTransfer(transfer=out.transfer, cause=cause, message=message))
+        self._failed(out, cause, message)
+
+    def _end(
+        self,
+        out: _Outgoing,
+        cause: Cause,
+        message: str,
+        *,
+        param: str | None = None,
+        fault: PageFault | None = None,
+    ) -> None:
+        self._forget(out)
+        self._events.append(Failed(out.request.id, cause, message, param, fault))
+
+    def _forget(self, out: _Outgoing) -> None:
+        self._outgoing.pop(out.request.id, None)
+        self._by_transfer.pop(out.transfer, None)
+
+    def _fail_unknown(self, request_id: str) -> None:
+        reason = self.link.reason or "the connection is not ready"
+        self._events.append(Failed(request_id, Cause.PEER_LOST, reason))
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────
+
+    def _busy(self) -> list[int]:
+        return [t for t, out in self._by_transfer.items() if out.waits_for_us]
+
+    def _watch(self) -> None:
+        now, stall = self.link.clock(), self.link.timing.stall
+        for out in list(self._outgoing.values()):
+            if now > out.deadline:
+                if out.due is None:
+                    self.link.send(AbortTransfer(transfer=out.transfer, cause=Cause.DEADLINE))
+                self._end(
+                    out,
+                    Cause.DEADLINE,
+                    "the time limit of the request passed before the hand-off was done",
+                )
+            elif out.waits_for_us:
+                out.moved = now
+                if out.due is not None and now >= out.due:
+                    self._start(out)
+            elif now - out.moved > stall:
+                self._give_up(out, Cause.STALLED, f"no progress for {stall:g} s")
+
+    # ── pages ────────────────────────────────────────────────────────────────────────────────
+
+    def _pump(self) -> None:
+        """Send what is ready: requests that are computed first, so that they get away."""
+        if self._encoder is None:
+            return
+        left = self._batch
+        ready = [out for out in self._by_transfer.values() if out.known >= 0 and not out.finished]
+        for out in sorted(ready, key=lambda out: out.result is None):
+            left -= self._send_pages(out, left)
+            if out.result is not None and out.known + len(out.sent) == out.pages:
+                self._send_result(out, out.result)
+
+    def _send_pages(self, out: _Outgoing, most: int) -> int:
+        """Convert and send up to `most` pages; how many it were."""
+        agreement, records = self.link.agreement, self.link.records
+        assert agreement is not None and records is not None and self._encoder is not None
+        size = agreement.target.page_size
+        first = out.known + len(out.sent)
+        end = out.pages if out.computed >= out.length else out.computed // size
+        count = min(most, len(self._slots), end - first)
+        if count <= 0:
+            return 0
+        slots = list(self._slots)[:count]
+        try:
+            encoded = self._encoder.encode(out.held, out.length, first, slots, records)
+        except SourcePageError as error:
+            log.error("cache integrity", request=out.request.id, fault=error.fault)
+            self.link.send(
+                AbortTransfer(transfer=out.transfer, cause=Cause.SOURCE, message=str(error))
+            )
+            self._end(out, Cause.SOURCE, str(error), fault=error.fault)
+            return 0
+        for i, (slot, (fill, digest)) in enumerate(zip(slots, encoded, strict=True)):
+            del self._slots[slot]
+            page = PageMessage(
+                transfer=out.transfer, index=first + i, slot=slot, fill=fill, digest=digest
+            )
+            self.link.put(slot, page)
+        out.sent += encoded
+        out.nbytes += count * records.shape[1]
+        return count
+
+    def _send_result(self, out: _Outgoing, result: PrefillResult) -> None:
+        agreement = self.link.agreement
+        assert agreement is not None
+        proof = root(agreement.name, out.transfer, out.request, out.known, out.sent, result)
+        self.link.send(Finish(transfer=out.transfer, result=result, root=proof))
+        out.finished = True
+        out.moved = self.link.clock()

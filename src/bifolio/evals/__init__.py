@@ -1,1 +1,0 @@
-"""Quality measured: one plan against another, on the same tokens."""

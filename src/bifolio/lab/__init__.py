@@ -1,0 +1,1 @@
+"""Prepares and measures: capacity plans, benchmarks, evaluation, compression, reports."""

@@ -1,0 +1,1 @@
+"""Load generation and measurement of an engine or an endpoint."""

@@ -1,0 +1,1 @@
+"""Turns one checkpoint into a smaller one."""

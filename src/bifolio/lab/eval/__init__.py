@@ -1,0 +1,1 @@
+"""Quality of one precision plan compared with another."""

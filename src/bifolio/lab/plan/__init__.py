@@ -1,0 +1,1 @@
+"""Bytes, FLOPs, time and money of a deployment, from shapes alone."""

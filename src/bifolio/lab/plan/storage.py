@@ -1,0 +1,219 @@
+"""Which weights of a model stand in which format: as published, or as a plan asks.
+
+What a plan means is what the loader makes of it:
+
+    weights=   every linear layer; router and norms stay bf16, as does `kv_b_proj`, which latent
+               attention absorbs
+    experts=   routed experts; without it they follow weights
+    head=      embedding and head; without it they follow weights
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bifolio.errors import UnsupportedError
+from bifolio.formats import BF16, Number, PhasePlan, Scaling, WeightFormat
+from bifolio.lab.plan.shapes import Kind, MatrixGroup, Weights
+from bifolio.spec import ModelSpec
+from bifolio.spec.config_json import read_config
+from bifolio.spec.fields import Fields
+from bifolio.wording import shown
+
+LINEAR = (
+    *(Kind.ATTENTION, Kind.DENSE_MLP, Kind.ROUTED_EXPERTS),
+    *(Kind.SHARED_EXPERTS, Kind.INDEXER),
+)
+"""Kinds of the linear layers that quantised checkpoints may compress."""
+
+ABSORBED = "kv_b_proj"
+_MOST_PATTERN, _MOST_REPEATS = 200, 4
+"""Characters and repetitions of a pattern: more of them may take longer than anybody waits."""
+
+_TABLES = (Kind.EMBEDDING, Kind.HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A format for some kinds; every other kind is bf16. `source` says where that comes from."""
+
+    formats: tuple[tuple[Kind, WeightFormat], ...]
+    source: str
+    absorbs: bool = False
+    """Whether `kv_b_proj` is absorbed and so in bf16; in a file it stands as other matrices do."""
+
+    def of(self, matrix: MatrixGroup) -> WeightFormat:
+        """The format of a matrix."""
+        plain = matrix.plain or (self.absorbs and matrix.name == ABSORBED)
+        return BF16 if plain else self.kind(matrix.kind)
+
+    def kind(self, kind: Kind) -> WeightFormat:
+        return dict(self.formats).get(kind, BF16)
+
+    def nbytes(self, weights: Weights, world: int = 1) -> dict[Kind, int]:
+        """Bytes of each kind on one rank."""
+        found: dict[Kind, int] = {}
+        for matrix in weights.matrices:
+            nbytes = matrix.nbytes(self.of(matrix), world)
+            found[matrix.kind] = found.get(matrix.kind, 0) + nbytes
+        for vectors in weights.vectors:
+            found[vectors.kind] = found.get(vectors.kind, 0) + vectors.nbytes
+        return {kind: found[kind] for kind in Kind if kind in found}
+
+    def describe(self) -> str:
+        """`routed_experts int4:g32, all else bf16`."""
+        by_format: dict[WeightFormat, list[Kind]] = {}
+        for kind, fmt in self.formats:
+            if fmt != BF16:
+                by_format.setdefault(fmt, []).append(kind)
+        parts = [f"{', '.join(kinds)} {fmt}" for fmt, kinds in by_format.items()]
+        return "; ".join([*parts, "all else bf16"])
+
+
+def planned(model: ModelSpec, phase: PhasePlan, stored: Storage) -> Storage:
+    """What one phase of a plan makes of a checkpoint; `weights=auto` leaves it as stored."""
+    weights, source = phase.weights, stored.source
+    if weights is None:
+        formats = dict(stored.formats)
+    else:
+        present = [kind for kind in LINEAR if _has(model, kind)]
+        formats, source = dict.fromkeys(present, weights), f"{weights}, every linear layer"
+        formats |= dict.fromkeys(_TABLES, weights)
+    if phase.experts is not None and model.moe:
+        formats[Kind.ROUTED_EXPERTS] = phase.experts
+        source += f"; {phase.experts}, routed experts"
+    if phase.head is not None:
+        formats |= dict.fromkeys(_TABLES, phase.head)
+    return Storage(tuple(formats.items()), source, absorbs=weights is not None)
+
+
+def as_published(model: ModelSpec, weights: WeightFormat | None, like: PhasePlan) -> PhasePlan:
+    """A plan in the form of published checkpoints, its cache and head those of `like`.
+
+    With experts, int4 is for routed experts and the rest is bf16 (Kimi K2.6), and embedding and
+    head are bf16 whatever the format (DeepSeek-V3, GLM-5.2).
+    """
+    plan = replace(like, weights=weights, experts=None)
+    if weights is None or model.moe is None:
+        return plan
+    if weights.number is Number.INT4:
+        return replace(plan, weights=BF16, experts=weights)
+    return replace(plan, head=plan.head or (None if weights == BF16 else BF16))
+
+
+def read_checkpoint(config: Mapping[str, Any]) -> tuple[ModelSpec, Storage]:
+    """Shapes and formats that a checkpoint's `config.json` states; errors name the key."""
+    shapes = {key: value for key, value in config.items() if key != "quantization_config"}
+    model = read_config(shapes)
+    return model, stored_formats(model, config)
+
+
+def stored_formats(model: ModelSpec, config: Mapping[str, Any]) -> Storage:
+    """How a checkpoint stores its weights, by the `quantization_config` of its `config.json`.
+
+    Knows fp8 (blocks of 128×128) and compressed-tensors (int4 in groups, int8 and fp8 per channel,
+    fp8 per tensor). UnsupportedError names any other method.
+    """
+    fields = Fields(config, "config.json")
+    if fields.text("model_type") == "kimi_k25":
+        fields = fields.part("text_config")
+    quantization = fields.part("quantization_config")
+    if not quantization.keys():
+        return Storage((), "bf16, as published")
+    method = quantization.text("quant_method")
+    if method == "fp8":
+        quantization.refuse_unless("weight_block_size", ([128, 128],), "blocks are 128×128")
+        fmt, ignored = WeightFormat(Number.FP8, Scaling.BLOCK), _ignored(quantization)
+    elif method == "compressed-tensors":
+        fmt, ignored = _compressed_tensors(quantization), _ignored(quantization)
+    else:
+        raise UnsupportedError(
+            f"config.json: quant_method={method!r} cannot be planned; methods: fp8, "
+            "compressed-tensors; or say weights="
+        )
+    kinds = [k for k in (*LINEAR, Kind.HEAD) if _has(model, k) and not _skips(model, k, ignored)]
+    if method == "fp8":
+        kinds = [kind for kind in kinds if kind is not Kind.HEAD]
+    return Storage(tuple((kind, fmt) for kind in kinds), f"{fmt}, as published")
+
+
+def _has(model: ModelSpec, kind: Kind) -> bool:
+    moe = model.moe
+    match kind:
+        case Kind.DENSE_MLP:
+            return moe is None or moe.first_dense > 0
+        case Kind.ROUTED_EXPERTS:
+            return moe is not None
+        case Kind.SHARED_EXPERTS:
+            return moe is not None and moe.shared > 0
+        case Kind.INDEXER:
+            return model.indexer is not None
+        case Kind.HEAD:
+            return not model.tie_embeddings
+        case _:
+            return True
+
+
+def _compressed_tensors(quantization: Fields) -> WeightFormat:
+    groups = quantization.part("config_groups")
+    if len(groups.keys()) != 1:
+        raise UnsupportedError(
+            f"config.json: config_groups has {len(groups.keys())} entries; one can be planned"
+        )
+    weights = groups.part(next(iter(groups.keys()))).part("weights")
+    bits, kind = weights.integer("num_bits"), weights.text("type", "int")
+    strategy = weights.text("strategy", "group")
+    zero_points = not weights.flag("symmetric", True)
+    match (kind, bits, strategy):
+        case ("int", 4, "group"):
+            text = f"int4:g{weights.integer('group_size')}" + (":z" if zero_points else "")
+        case ("int", 8, "channel"):
+            text = "int8"
+        case ("float", 8, "channel" | "tensor"):
+            text = f"fp8:{strategy}"
+        case _:
+            raise UnsupportedError(
+                f"config.json: weights of type {kind}, {bits} bits, by {strategy} cannot be "
+                "planned; say weights="
+            )
+    return WeightFormat.parse(text)
+
+
+def _ignored(quantization: Fields) -> list[str]:
+    for key in ("ignore", "modules_to_not_convert"):
+        if key in quantization:
+            return quantization.texts(key)
+    return []
+
+
+def _skips(model: ModelSpec, kind: Kind, ignored: list[str]) -> bool:
+    """Whether the ignore list names the modules of this kind, by a name or by a `re:` pattern."""
+    first = model.moe.first_dense if model.moe else 0
+    sample = {
+        Kind.ATTENTION: "model.layers.0.self_attn.o_proj",
+        Kind.INDEXER: "model.layers.0.self_attn.indexer.wk",
+        Kind.DENSE_MLP: "model.layers.0.mlp.down_proj",
+        Kind.ROUTED_EXPERTS: f"model.layers.{first}.mlp.experts.0.down_proj",
+        Kind.SHARED_EXPERTS: f"model.layers.{first}.mlp.shared_experts.down_proj",
+        Kind.HEAD: "lm_head",
+    }[kind]
+    names = (sample, f"language_model.{sample}")
+    return any(_names(entry, name) for entry in ignored for name in names)
+
+
+def _names(entry: str, name: str) -> bool:
+    """Whether an entry is this name, or a pattern of its beginning that can be tried in no time."""
+    pattern = entry.removeprefix("re:")
+    if pattern == entry:
+        return entry == name
+    try:
+        if len(pattern) > _MOST_PATTERN or len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS:
+            raise UnsupportedError(f"config.json: the pattern {shown(entry)} is too long")
+        if re.search(r"\)[*+{]", pattern):
+            raise UnsupportedError(f"config.json: the pattern {shown(entry)} repeats a group")
+        return re.match(pattern, name) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UnsupportedError(f"config.json: {shown(entry)} is no pattern: {error}") from error

@@ -1,0 +1,1 @@
+"""Joins plan, bench and eval results into one HTML page."""

@@ -1,1 +1,0 @@
-"""One short file per family, its weights read strictly."""

@@ -1,1 +1,0 @@
-"""Bytes, operations and money of a deployment, computed from shapes; knows no tensors."""

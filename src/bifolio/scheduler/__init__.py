@@ -1,0 +1,1 @@
+"""Plans each step: which tokens of which requests are computed. No tensors."""

@@ -1,1 +1,0 @@
-"""The OpenAI API over the engine."""

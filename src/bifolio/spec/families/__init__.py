@@ -1,0 +1,1 @@
+"""One short module per model family: which checkpoint tensors make its weights."""

@@ -1,0 +1,180 @@
+"""Which checkpoint tensors make which weights of a decoder. Families fill these in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMatrix:
+    """A weight [n, k]: tensors `<part>.weight` of [rows, k], one below the other.
+
+    With `bias`, each part has a `<part>.bias` of [rows] too. With `gated`, the first part are gates
+    and the second ups.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    k: int
+    bias: bool = False
+    gated: bool = False
+
+    @property
+    def n(self) -> int:
+        return sum(rows for _, rows in self.parts)
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor that it is made of."""
+        for part, rows in self.parts:
+            yield f"{part}.weight", (rows, self.k)
+            if self.bias:
+                yield f"{part}.bias", (rows,)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The gain of a norm: one tensor `<part>.weight` of [size]."""
+
+    part: str
+    size: int
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{self.part}.weight", (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One tensor `name` of [size], kept in float32 whatever the plan says."""
+
+    name: str
+    size: int
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.size,)
+
+
+Item = WeightMatrix | Gain | Vector
+"""Whatever is read from a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTensors:
+    """Grouped-query attention; `q_norm` and `k_norm` are set in families that norm each head."""
+
+    norm: Gain
+    qkv: WeightMatrix
+    output: WeightMatrix
+    q_norm: Gain | None = None
+    k_norm: Gain | None = None
+
+    def all(self) -> Iterator[Item]:
+        yield from (self.norm, self.qkv, self.output)
+        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerTensors:
+    """The index of sparse attention; `weights` stay in float32."""
+
+    q: WeightMatrix
+    key: WeightMatrix
+    key_gain: Vector
+    key_bias: Vector
+    weights: WeightMatrix
+
+    def all(self) -> Iterator[Item]:
+        yield from (self.q, self.key, self.key_gain, self.key_bias, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTensors:
+    """Latent attention. `kv_b` expands latents and is never quantised here: it is absorbed."""
+
+    norm: Gain
+    q_b: WeightMatrix
+    kv_a: WeightMatrix
+    kv_norm: Gain
+    kv_b: WeightMatrix
+    output: WeightMatrix
+    q_a: WeightMatrix | None = None
+    q_norm: Gain | None = None
+    indexer: IndexerTensors | None = None
+
+    def all(self) -> Iterator[Item]:
+        yield self.norm
+        if self.q_a is not None and self.q_norm is not None:
+            yield from (self.q_a, self.q_norm)
+        yield from (self.q_b, self.kv_a, self.kv_norm, self.kv_b, self.output)
+        if self.indexer is not None:
+            yield from self.indexer.all()
+
+
+@dataclass(frozen=True, slots=True)
+class MLPTensors:
+    """A gated MLP. The shared experts of a mixture have their norm in common with it."""
+
+    norm: Gain
+    gate_up: WeightMatrix
+    down: WeightMatrix
+
+    def all(self) -> Iterator[Item]:
+        yield from (self.norm, self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class MoETensors:
+    """A mixture of experts. The router stays in float32, its correction bias too."""
+
+    norm: Gain
+    router: WeightMatrix
+    gate_up: tuple[WeightMatrix, ...]
+    down: tuple[WeightMatrix, ...]
+    correction: Vector | None = None
+    shared: MLPTensors | None = None
+
+    def all(self) -> Iterator[Item]:
+        yield from (self.norm, self.router)
+        if self.correction is not None:
+            yield self.correction
+        for pair in zip(self.gate_up, self.down, strict=True):
+            yield from pair
+        if self.shared is not None:
+            yield from self.shared.all()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One decoder layer."""
+
+    attention: AttentionTensors | LatentTensors
+    mlp: MLPTensors | MoETensors
+
+    def all(self) -> Iterator[Item]:
+        yield from self.attention.all()
+        yield from self.mlp.all()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """A whole decoder. `head` is set with tied embeddings too: then no tensor is read for it.
+
+    `buffers` are the names of tensors that follow from the configuration and are passed over, and
+    `unserved` those of parameters that serving does not need.
+    """
+
+    embedding: WeightMatrix
+    layers: tuple[LayerTensors, ...]
+    norm: Gain
+    head: WeightMatrix
+    tied: bool
+    buffers: frozenset[str] = frozenset()
+    unserved: frozenset[str] = frozenset()
+
+    def all(self) -> Iterator[Item]:
+        """Every weight that is read, in the order of the network."""
+        yield self.embedding
+        for layer in self.layers:
+            yield from layer.all()
+        yield self.norm
+        if not self.tied:
+            yield self.head
