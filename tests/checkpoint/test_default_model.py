@@ -17,9 +17,9 @@ from bifolio.cli.plan_model import find_model
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels.ops import Weight
 from bifolio.kernels.reference import ReferenceOps
-from bifolio.lab.plan.shapes import Kind
 from bifolio.quant.dequantize import dequantize
 from bifolio.quant.quant_tensor import QuantTensor
+from bifolio.spec.weights import Kind
 from support.forward import PagedRun
 from support.gguf_files import NAMES
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bifolio.checkpoint.precision import convert, stack, take_rows
-from bifolio.checkpoint.quantization import read_quantization
 from bifolio.checkpoint.stored_weights import StoredWeights
 from bifolio.errors import BifolioError, CheckpointError
 from bifolio.formats import BF16, WeightFormat
@@ -20,6 +19,7 @@ from bifolio.kernels.ops import Norm
 from bifolio.kernels.reference import ReferenceOps, round_activations
 from bifolio.quant import dequantize, encode
 from bifolio.quant.quant_tensor import QuantTensor
+from bifolio.spec.quantization import read_quantization
 from support.packers import Coded, awq, code, gptq, packed
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}

@@ -12,8 +12,8 @@ from bifolio.checkpoint.load import load_models
 from bifolio.checkpoint.source import resolve_source
 from bifolio.formats import BF16, PhasePlan, PrecisionPlan
 from bifolio.kernels.reference import ReferenceOps
-from bifolio.lab.plan.shapes import Kind
 from bifolio.lab.plan.storage import Storage, planned
+from bifolio.spec.weights import Kind
 from support.tiny import tiny_config, write_model
 
 PLANS = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
 from bifolio.errors import CheckpointError
+from bifolio.formats import WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec import ModelSpec
 from bifolio.spec.weights import ModelTensors
@@ -37,6 +38,22 @@ class Checkpoint(Protocol):
     def means_nothing(self, name: str) -> bool:
         """Whether a tensor may be left over, since a model with it computes the same."""
         ...
+
+
+class StoredFormats(Protocol):
+    """The formats of a checkpoint's matrices, known from headers alone."""
+
+    def format(self, name: str) -> WeightFormat:
+        """The format of the matrix that `matrix` gives, known without reading its numbers."""
+        ...
+
+    def stack_as_stored(self, names: Sequence[str]) -> bool:
+        """Whether matrices of one format stand below each other without leaving it."""
+        ...
+
+
+class OpenCheckpoint(Checkpoint, StoredFormats, Protocol):
+    """A checkpoint that knows its formats before it is read."""
 
 
 class RawTensors(Protocol):
@@ -86,7 +103,9 @@ def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:
             raise CheckpointError(
                 f"tensor {name} has shape {list(found[name])}, the configuration says {list(shape)}"
             )
-    known = set(wanted) | model.unserved | (set(dict(model.head.shapes())) if model.tied else set())
+    known = set(wanted) | model.unserved
+    known |= {n for layer in model.predictors for item in layer.all() for n, _ in item.shapes()}
+    known |= set(dict(model.head.shapes())) if model.tied else set()
     left = [n for n in found if n not in known and not checkpoint.means_nothing(n)]
     if left:
         raise CheckpointError(

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from bifolio.checkpoint.gguf import KEPT, TYPES
-from bifolio.formats import BF16, FP32
+from bifolio.formats import BF16, FP32, WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
+
+
+def matrix_format(kind: int) -> WeightFormat:
+    """The format that `read_matrix` gives a matrix of this type."""
+    name = TYPES[kind].name
+    return BF16 if name == "BF16" else KEPT.get(name, FP32)
 
 
 def read_matrix(raw: Tensor, kind: int, n: int, k: int) -> QuantTensor:

@@ -7,16 +7,17 @@ neighbouring pairs, because ggml rotates those; here that is undone, on quantise
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bifolio.checkpoint.gguf import FLOATS, KEPT, TYPES, GGUFFile
-from bifolio.checkpoint.gguf_blocks import read_matrix, read_values
+from bifolio.checkpoint.gguf_blocks import matrix_format, read_matrix, read_values
 from bifolio.checkpoint.gguf_spec import ROPE_FACTORS
 from bifolio.checkpoint.tensor_files import read_tensor
+from bifolio.formats import WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec import ModelSpec
 from bifolio.spec.weights import WeightMatrix
@@ -71,6 +72,12 @@ class GGUFCheckpoint:
         values = read_values(self._raw(name), self._file.tensors[self._stored[name]].type)
         rows = self._rows(name, values.shape[0])
         return values if rows is None else values[rows]
+
+    def format(self, name: str) -> WeightFormat:
+        return matrix_format(self._file.tensors[self._stored[name]].type)
+
+    def stack_as_stored(self, names: Sequence[str]) -> bool:  # noqa: ARG002
+        return True
 
     def means_nothing(self, name: str) -> bool:  # noqa: ARG002
         return False

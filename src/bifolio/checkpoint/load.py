@@ -9,16 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from bifolio.checkpoint.build import build_decoder
-from bifolio.checkpoint.checkpoint import Checkpoint, RawTensors, check_tensors, identity
+from bifolio.checkpoint.checkpoint import Checkpoint, check_tensors, identity
 from bifolio.checkpoint.expert_files import ExpertFiles
 from bifolio.checkpoint.gguf_model import GGUFCheckpoint
+from bifolio.checkpoint.open import open_checkpoint
 from bifolio.checkpoint.precision import as_stored
-from bifolio.checkpoint.quantization import read_quantization
-from bifolio.checkpoint.remap import GateAndUp, plain_view
-from bifolio.checkpoint.safetensors_folder import SafetensorsFolder
 from bifolio.checkpoint.source import ModelSource
-from bifolio.checkpoint.stored_cache_scales import WithoutScales
-from bifolio.checkpoint.stored_weights import StoredWeights
 from bifolio.checkpoint.weight_reader import Progress, WeightReader
 from bifolio.errors import ConfigError
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan, WeightFormat
@@ -95,7 +91,7 @@ def load_models(
     """
     spec = source.spec
     tensors = FAMILIES[spec.architecture](spec)
-    checkpoint, files, scales = _open(source, tensors)
+    checkpoint, files, scales = open_checkpoint(source, tensors)
     check_tensors(tensors, checkpoint)
     phases = list(dict.fromkeys(_weights_only(side) for side in (plan.prefill, plan.decode)))
     name = identity(spec, files)
@@ -138,19 +134,6 @@ def _mapped(folder: Path, source: ModelSource, name: str, ops: Ops, memory: int)
         raise ConfigError(f"experts=mapped: {source.name} has no experts; leave it out")
     files = visible(source.path, "*.safetensors")
     return ExpertFiles(folder, name, files, ops, memory)
-
-
-def _open(
-    source: ModelSource, tensors: ModelTensors
-) -> tuple[Checkpoint, RawTensors, CacheScales | None]:
-    """The numbers of a checkpoint, the bytes of its files, and its scales of the cache."""
-    if source.is_gguf:
-        checkpoint = GGUFCheckpoint(source.gguf, source.spec)
-        return checkpoint, checkpoint, None
-    form = read_quantization(source.config)
-    files = SafetensorsFolder(source.path)
-    plain = WithoutScales(plain_view(files, source.spec, tensors.buffers))
-    return GateAndUp(StoredWeights(plain, form)), files, plain.scales(source.spec)
 
 
 def _weights_only(side: PhasePlan) -> PhasePlan:

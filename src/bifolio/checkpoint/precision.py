@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,23 @@ def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:
     return replace(encoded, gated=weight.gated)
 
 
+def stacked_format(formats: Sequence[tuple[WeightFormat, int]], as_stored: bool) -> WeightFormat:
+    """The format of what `stack` makes of parts in these formats with so many rows.
+
+    `as_stored`: types of scales and orders of columns are equal.
+    """
+    first, _ = formats[0]
+    if len(formats) == 1:
+        return first
+    if {fmt.scaling for fmt, _ in formats} == {Scaling.TENSOR}:
+        formats = [(replace(fmt, scaling=Scaling.CHANNEL), rows) for fmt, rows in formats]
+        first, _ = formats[0]
+    ragged = any(rows % FP8_BLOCK for _, rows in formats[:-1])
+    if not as_stored or any(fmt != first for fmt, _ in formats):
+        return FP32
+    return FP32 if first.scaling is Scaling.BLOCK and ragged else first
+
+
 def stack(parts: list[QuantTensor]) -> QuantTensor:
     """Matrices of equal k, one below the other, losslessly.
 
@@ -36,11 +54,11 @@ def stack(parts: list[QuantTensor]) -> QuantTensor:
     """
     if len(parts) == 1:
         return parts[0]
+    together = all(_alike(part, parts[0]) for part in parts)
+    fmt = stacked_format([(part.format, part.n) for part in parts], together)
     if {part.format.scaling for part in parts} == {Scaling.TENSOR}:
         parts = [_by_channel(part) for part in parts]
-    ragged = any(part.n % FP8_BLOCK for part in parts[:-1])
-    blocks = parts[0].format.scaling is Scaling.BLOCK
-    if any(not _alike(part, parts[0]) for part in parts) or (blocks and ragged):
+    if fmt == FP32:
         parts = [convert(part, FP32) for part in parts]
     first = parts[0]
 
@@ -61,13 +79,20 @@ def stack(parts: list[QuantTensor]) -> QuantTensor:
     )
 
 
+def rows_format(fmt: WeightFormat, rows: slice, n: int) -> WeightFormat:
+    """The format of what `take_rows` takes of a matrix with `n` rows."""
+    start, stop, _ = rows.indices(n)
+    inside = start % FP8_BLOCK or (stop % FP8_BLOCK and stop != n)
+    return FP32 if fmt.scaling is Scaling.BLOCK and inside else fmt
+
+
 def take_rows(weight: QuantTensor, rows: slice) -> QuantTensor:
     """Some rows of a matrix, losslessly; in fp32 where they begin or end within a block of fp8."""
     start, stop, _ = rows.indices(weight.n)
     scales, offsets = weight.scales, weight.offsets
     match weight.format.scaling:
         case Scaling.BLOCK:
-            if start % FP8_BLOCK or (stop % FP8_BLOCK and stop != weight.n):
+            if rows_format(weight.format, rows, weight.n) == FP32:
                 return take_rows(convert(weight, FP32), rows)
             assert scales is not None
             scales = scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
@@ -93,7 +118,7 @@ def _alike(one: QuantTensor, other: QuantTensor) -> bool:
         same_order = torch.equal(one.order_k, other.order_k)
     else:
         same_order = True
-    return same_order and one.format == other.format and _types(one) == _types(other)
+    return same_order and _types(one) == _types(other)
 
 
 def _types(weight: QuantTensor) -> tuple[torch.dtype | None, ...]:

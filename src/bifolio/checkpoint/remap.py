@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from bifolio.checkpoint.checkpoint import Checkpoint
-from bifolio.checkpoint.precision import take_rows
+from bifolio.checkpoint.checkpoint import OpenCheckpoint
+from bifolio.checkpoint.precision import rows_format, take_rows
 from bifolio.checkpoint.tensor_files import TensorFiles
 from bifolio.errors import CheckpointError
+from bifolio.formats import WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec import ModelSpec
 
@@ -154,7 +155,7 @@ def _exchanged(kind: str, shape: tuple[int, ...], spec: ModelSpec) -> bool | Non
 class GateAndUp:
     """A checkpoint whose experts have gate and up in one matrix, seen as two, losslessly."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._cuts: dict[str, tuple[str, slice]] = {}
         shapes = dict(checkpoint.shapes)
@@ -178,6 +179,16 @@ class GateAndUp:
 
     def vector(self, name: str) -> Tensor:
         return self._checkpoint.vector(name)
+
+    def format(self, name: str) -> WeightFormat:
+        stored, rows = self._cuts.get(name, (name, None))
+        fmt = self._checkpoint.format(stored)
+        if rows is None:
+            return fmt
+        return rows_format(fmt, rows, self._checkpoint.shapes[stored][0])
+
+    def stack_as_stored(self, names: Sequence[str]) -> bool:
+        return self._checkpoint.stack_as_stored([self._cuts.get(n, (n,))[0] for n in names])
 
     def means_nothing(self, name: str) -> bool:
         return self._checkpoint.means_nothing(name)

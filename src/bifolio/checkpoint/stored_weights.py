@@ -7,30 +7,32 @@ to fit each other when the checkpoint is opened.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from bifolio.checkpoint.layouts.layout import FLOATS, Form, Parts
+from bifolio.checkpoint.layouts import layout_of
+from bifolio.checkpoint.layouts.layout import FLOATS, Layout, Parts, alike
 from bifolio.checkpoint.tensor_files import TensorFiles
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.formats import BF16, FP32
+from bifolio.formats import BF16, FP32, WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
+from bifolio.spec.quantization import StoredQuantization
 
 
 class StoredWeights:
-    """Implements `Checkpoint` on tensor files, quantised as `form` says (None: floats only)."""
+    """Implements `Checkpoint` on tensor files, quantized as `stored` says (None: floats only)."""
 
-    def __init__(self, files: TensorFiles, form: Form | None) -> None:
+    def __init__(self, files: TensorFiles, stored: StoredQuantization | None) -> None:
         self._files = files
-        self._form = form
-        self._quantised = _find(files, form) if form else {}
+        self._layout = layout = None if stored is None else layout_of(stored)
+        self._quantised = _find(files, layout) if layout else {}
         parts = {
             f"{at}.{suffix}"
             for at in self._quantised
-            if form
-            for suffix in (form.codes, *form.needed, *form.allowed)
+            if layout
+            for suffix in (layout.codes, *layout.needed, *layout.allowed)
         }
         shapes = {name: shape for name, shape in files.shapes.items() if name not in parts}
         for name in shapes:
@@ -48,8 +50,8 @@ class StoredWeights:
     def matrix(self, name: str) -> QuantTensor:
         at = name.removesuffix(".weight")
         if at in self._quantised:
-            assert self._form is not None
-            return self._form.read(Parts(self._files, at), *self._quantised[at])
+            assert self._layout is not None
+            return self._layout.read(Parts(self._files, at), *self._quantised[at])
         codes = self._files.tensor(name)
         n, k = codes.shape
         if codes.dtype is torch.bfloat16:
@@ -58,6 +60,20 @@ class StoredWeights:
 
     def vector(self, name: str) -> Tensor:
         return self._files.tensor(name).to(torch.float32, copy=True)
+
+    def format(self, name: str) -> WeightFormat:
+        if name.removesuffix(".weight") in self._quantised:
+            assert self._layout is not None
+            return self._layout.format
+        return BF16 if self._files.dtypes[name] == "BF16" else FP32
+
+    def stack_as_stored(self, names: Sequence[str]) -> bool:
+        """They do where their scales have one type and their columns one order."""
+        modules = [name.removesuffix(".weight") for name in names]
+        if self._layout is None or not set(modules) & self._quantised.keys():
+            return True
+        first, *others = (Parts(self._files, module) for module in modules)
+        return all(alike(self._layout, first, other) for other in others)
 
     def means_nothing(self, name: str) -> bool:
         """Whether a tensor is a bias of zeros beside a quantised matrix.
@@ -70,27 +86,27 @@ class StoredWeights:
         return not bool(self._files.tensor(name).any())
 
 
-def _find(files: TensorFiles, form: Form) -> dict[str, tuple[int, int]]:
+def _find(files: TensorFiles, layout: Layout) -> dict[str, tuple[int, int]]:
     """Every quantised matrix and the shape that it means."""
     found: dict[str, tuple[int, int]] = {}
     for name in files.shapes:
         at, _, suffix = name.rpartition(".")
         parts = Parts(files, at)
-        if suffix in form.needed and form.codes not in parts:
-            raise CheckpointError(f"{name} is there, but {parts.name(form.codes)} is missing")
-        if suffix != form.codes or (suffix == "weight" and files.dtypes[name] in FLOATS):
+        if suffix in layout.needed and layout.codes not in parts:
+            raise CheckpointError(f"{name} is there, but {parts.name(layout.codes)} is missing")
+        if suffix != layout.codes or (suffix == "weight" and files.dtypes[name] in FLOATS):
             continue
-        for needed in form.needed:
+        for needed in layout.needed:
             if needed not in parts:
                 raise CheckpointError(f"{name} is there, but {parts.name(needed)} is missing")
-        if files.dtypes[name] != form.dtype:
+        if files.dtypes[name] != layout.dtype:
             raise CheckpointError(
                 f"{name} is stored as {files.dtypes[name]}, but quantization_config means "
-                f"{form.dtype}"
+                f"{layout.dtype}"
             )
-        found[at] = form.shape(parts)
+        found[at] = layout.shape(parts)
     for name in files.shapes:
         at, _, suffix = name.rpartition(".")
-        if suffix in form.needed and at not in found:
-            raise CheckpointError(f"{name} is there, but {at}.{form.codes} is not quantised")
+        if suffix in layout.needed and at not in found:
+            raise CheckpointError(f"{name} is there, but {at}.{layout.codes} is not quantised")
     return found

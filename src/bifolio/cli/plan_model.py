@@ -19,9 +19,9 @@ from bifolio.formats import BF16, PrecisionPlan, WeightFormat
 from bifolio.input_files import read_object, visible
 from bifolio.lab.plan.hardware import Device, find_device
 from bifolio.lab.plan.presets import PRESETS
-from bifolio.lab.plan.shapes import Kind
 from bifolio.lab.plan.storage import Storage, planned, read_checkpoint
 from bifolio.spec import ModelSpec
+from bifolio.spec.weights import Kind
 
 
 @dataclass(frozen=True, slots=True)

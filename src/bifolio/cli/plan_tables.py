@@ -18,8 +18,8 @@ from bifolio.lab.plan.capacity_report import CapacityReport
 from bifolio.lab.plan.export import Export
 from bifolio.lab.plan.phases import Choice
 from bifolio.lab.plan.published import Published
-from bifolio.lab.plan.shapes import Kind
 from bifolio.lab.plan.speed import Range
+from bifolio.spec.weights import Kind
 
 
 def print_report(report: CapacityReport) -> None:

@@ -1,9 +1,58 @@
-"""Which checkpoint tensors make which weights of a decoder. Families fill these in."""
+"""Every weight of a decoder: which checkpoint tensors make it, what it is for, how ranks cut it.
+
+One module per family (`spec.families`) fills these in; the loader, the planner and the compressor
+read them. No tensors here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What a weight is for; checkpoints usually store all weights of a kind alike."""
+
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    DENSE_MLP = "dense_mlp"
+    ROUTED_EXPERTS = "routed_experts"
+    SHARED_EXPERTS = "shared_experts"
+    ROUTER = "router"
+    INDEXER = "indexer"
+    NORMS = "norms"
+    HEAD = "head"
+    MTP_JOIN = "mtp_join"
+
+
+LINEAR = (
+    Kind.ATTENTION,
+    Kind.DENSE_MLP,
+    Kind.ROUTED_EXPERTS,
+    Kind.SHARED_EXPERTS,
+    Kind.INDEXER,
+)
+"""Kinds of the linear layers that a plan's `weights=` speaks for and checkpoints quantize."""
+
+
+class Cut(StrEnum):
+    """Which side of a matrix [n, k] tensor parallelism divides."""
+
+    NONE = "none"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+class FormatRule(StrEnum):
+    """Which formats a matrix may take."""
+
+    PLANNED = "planned"
+    """What the plan says for its kind."""
+    ABSORBED = "absorbed"
+    """`kv_b_proj`, which latent attention absorbs: bf16, or fp32 where a quantized one is read."""
+    FLOAT32 = "float32"
+    """Always fp32: small errors choose other experts or positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +65,9 @@ class WeightMatrix:
 
     parts: tuple[tuple[str, int], ...]
     k: int
+    kind: Kind
+    cut: Cut = Cut.NONE
+    rule: FormatRule = FormatRule.PLANNED
     bias: bool = False
     gated: bool = False
 
@@ -38,6 +90,10 @@ class Gain:
     part: str
     size: int
 
+    @property
+    def kind(self) -> Kind:
+        return Kind.NORMS
+
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{self.part}.weight", (self.size,)
 
@@ -48,6 +104,7 @@ class Vector:
 
     name: str
     size: int
+    kind: Kind
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.size,)
@@ -155,11 +212,31 @@ class LayerTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorTensors:
+    """A multi-token-prediction layer (MTP): a decoder layer and what joins it to the model.
+
+    `tables` are the embedding and the head that DeepSeek-V3 stores with each once more.
+    """
+
+    layer: LayerTensors
+    join: WeightMatrix
+    norms: tuple[Gain, ...]
+    tables: tuple[WeightMatrix, ...] = ()
+
+    def all(self) -> Iterator[Item]:
+        yield from self.layer.all()
+        yield self.join
+        yield from self.norms
+        yield from self.tables
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTensors:
     """A whole decoder. `head` is set with tied embeddings too: then no tensor is read for it.
 
-    `buffers` are the names of tensors that follow from the configuration and are passed over, and
-    `unserved` those of parameters that serving does not need.
+    `buffers` are the names of tensors that follow from the configuration and are passed over.
+    `predictors` are parameters that serving does not need; `unserved` are the names of further
+    ones.
     """
 
     embedding: WeightMatrix
@@ -168,6 +245,7 @@ class ModelTensors:
     head: WeightMatrix
     tied: bool
     buffers: frozenset[str] = frozenset()
+    predictors: tuple[PredictorTensors, ...] = ()
     unserved: frozenset[str] = frozenset()
 
     def all(self) -> Iterator[Item]:

@@ -11,11 +11,11 @@ from bifolio.formats import CacheFormat, PhasePlan, PrecisionPlan
 from bifolio.lab.plan.capacity import MEMORY_SHARE, Deployment, capacity
 from bifolio.lab.plan.hardware import Device
 from bifolio.lab.plan.published import TOLERANCE, CapacityRow, compare_published, preset_deployment
-from bifolio.lab.plan.shapes import Kind
 from bifolio.lab.plan.storage import Storage
 from bifolio.pages.kv_pool import KVPool
 from bifolio.spec import PageSpec
 from bifolio.spec.config_json import read_config
+from bifolio.spec.weights import Kind
 from support.tiny import tiny_config
 
 CACHES = ("bf16", "fp8", "fp8:token", "fp32")

@@ -13,17 +13,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bifolio.errors import ConfigError
 from bifolio.formats import BF16, PhasePlan, WeightFormat
 from bifolio.lab.plan.presets import PRESETS
-from bifolio.lab.plan.shapes import (
-    Cut,
-    Kind,
-    MatrixGroup,
-    active_numbers,
-    mtp_weights,
-    served_weights,
-)
+from bifolio.lab.plan.shapes import MatrixGroup, active_numbers, mtp_weights, served_weights
 from bifolio.lab.plan.storage import Storage, planned, read_checkpoint
 from bifolio.spec import ModelSpec
 from bifolio.spec.config_json import read_config
+from bifolio.spec.weights import Cut, Kind
 from support.tiny import random_weights, tiny_config
 
 PLAIN = Storage((), "bf16")

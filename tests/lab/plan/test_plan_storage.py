@@ -9,8 +9,8 @@ import pytest
 from bifolio.errors import UnsupportedError
 from bifolio.formats import PhasePlan, PrecisionPlan
 from bifolio.lab.plan.presets import PRESETS
-from bifolio.lab.plan.shapes import Kind
 from bifolio.lab.plan.storage import planned, read_checkpoint
+from bifolio.spec.weights import Kind
 
 LLAMA = PRESETS["llama-70b"].config
 KIMI = PRESETS["kimi-k2.6"].config

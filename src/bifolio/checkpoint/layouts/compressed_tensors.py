@@ -19,7 +19,7 @@ from bifolio.quant.quant_tensor import QuantTensor
 
 
 @dataclass(frozen=True, slots=True)
-class PlainForm:
+class ByteLayout:
     """Codes of a byte [n, k] with scales by tensor, channel, block or group.
 
     `format` may spread one stored scale over several channels, which changes no number.
@@ -32,6 +32,7 @@ class PlainForm:
     codes: str = "weight"
     allowed: tuple[str, ...] = ("input_scale",)
     """Scales of activations are not used: activations are rounded as the plan says."""
+    order: str = ""
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ class PlainForm:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedForm:
+class PackedLayout:
     """`pack-quantized`: number 8j + i of a row in bits 4i … 4i + 3 of word j, plus 8.
 
     Zero points are packed likewise, but along the rows: that of row 8j + i in word j of a column.
@@ -69,6 +70,10 @@ class PackedForm:
     codes: str = "weight_packed"
     dtype: str = "I32"
     allowed: tuple[str, ...] = ("input_scale", "weight_g_idx")
+
+    @property
+    def order(self) -> str:
+        return "weight_g_idx" if self.scaling is Scaling.GROUP else ""
 
     @property
     def needed(self) -> tuple[str, ...]:

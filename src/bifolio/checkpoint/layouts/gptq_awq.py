@@ -31,7 +31,7 @@ _PLACE_OF_CHANNEL = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQForm:
+class GPTQLayout:
     """GPTQ with 4 bits. `whole_rows`: one group of all inputs, which `format` cuts into several."""
 
     format: WeightFormat
@@ -41,6 +41,10 @@ class GPTQForm:
     dtype: str = "I32"
     needed: tuple[str, ...] = ("qzeros", "scales")
     allowed: tuple[str, ...] = ("g_idx",)
+
+    @property
+    def order(self) -> str:
+        return "" if self.whole_rows else "g_idx"
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         words, n = parts.matrix_shape(self.codes)
@@ -76,7 +80,7 @@ class GPTQForm:
 
 
 @dataclass(frozen=True, slots=True)
-class AWQForm:
+class AWQLayout:
     """AWQ with 4 bits and zero points, version `gemm`."""
 
     format: WeightFormat
@@ -85,6 +89,7 @@ class AWQForm:
     dtype: str = "I32"
     needed: tuple[str, ...] = ("qzeros", "scales")
     allowed: tuple[str, ...] = ()
+    order: str = ""
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         k, words = parts.matrix_shape(self.codes)

@@ -6,10 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bifolio.checkpoint.tensor_files import TensorFiles
 from bifolio.errors import CheckpointError, UnsupportedError
+from bifolio.formats import WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
 
 FLOATS = ("F32", "F16", "BF16")
@@ -35,6 +37,9 @@ class Parts:
     def shape(self, suffix: str) -> Shape:
         return self.files.shapes[self.name(suffix)]
 
+    def dtype(self, suffix: str) -> str:
+        return self.files.dtypes[self.name(suffix)]
+
     def tensor(self, suffix: str) -> Tensor:
         return self.files.tensor(self.name(suffix))
 
@@ -54,7 +59,7 @@ class Parts:
         name, shape, wanted = self.name(suffix), self.shape(suffix), list(next(iter(shapes)))
         if shape not in shapes:
             raise CheckpointError(f"{name} has shape {list(shape)}; {what} has {wanted}")
-        dtype = self.files.dtypes[name]
+        dtype = self.dtype(suffix)
         if dtype not in dtypes:
             raise UnsupportedError(
                 f"{name} is stored as {dtype}, which cannot be read; store it as "
@@ -62,8 +67,29 @@ class Parts:
             )
 
 
-class Form(Protocol):
+def alike(layout: Layout, one: Parts, other: Parts) -> bool:
+    """Whether rows of two matrices of this layout may stand in one matrix as they are."""
+    for suffix in layout.needed:
+        if one.dtype(suffix) != other.dtype(suffix):
+            return False
+    orders = [parts for parts in (one, other) if layout.order and layout.order in parts]
+    if len(orders) == 1:
+        return False
+    return not orders or torch.equal(one.tensor(layout.order), other.tensor(layout.order))
+
+
+class Layout(Protocol):
     """How quantised matrices are stored: which tensors make one, and what they mean."""
+
+    @property
+    def format(self) -> WeightFormat:
+        """What holds the numbers exactly."""
+        ...
+
+    @property
+    def order(self) -> str:
+        """Suffix of the tensor with the group of each column, where one counts; else empty."""
+        ...
 
     @property
     def codes(self) -> str:

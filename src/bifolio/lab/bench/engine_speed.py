@@ -16,9 +16,9 @@ from bifolio.lab.bench.traffic import Synthetic
 from bifolio.lab.plan.capacity import Deployment
 from bifolio.lab.plan.hardware import Device
 from bifolio.lab.plan.roofline import step_time
-from bifolio.lab.plan.shapes import Kind
 from bifolio.lab.plan.steps import Decode, Prefill, Step
-from bifolio.lab.plan.storage import LINEAR, Storage
+from bifolio.lab.plan.storage import Storage
+from bifolio.spec.weights import LINEAR, Kind
 
 STEP_TOKENS = 2048
 

@@ -15,7 +15,7 @@ from bifolio.checkpoint.safetensors_folder import ITEM_BYTES
 from bifolio.lab.compress.catalogue import Entry
 from bifolio.lab.compress.coded import Stored, stored_tensors
 from bifolio.lab.compress.recipe import Recipe
-from bifolio.lab.plan.shapes import Kind
+from bifolio.spec.weights import Kind
 
 SHARD_BYTES = 5 * 10**9
 """Size at which a file is full."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
 from bifolio.lab.compress.layout import CACHE_SCALES, OTHER, OutputTensor
-from bifolio.lab.plan.shapes import Kind
+from bifolio.spec.weights import Kind
 
 _FORMS = {
     Number.INT4: "pack-quantized",

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from bifolio.errors import ConfigError
 from bifolio.formats import Number, WeightFormat
 from bifolio.lab.compress.catalogue import Entry
-from bifolio.lab.plan.shapes import Kind
+from bifolio.spec.weights import Kind
 
 
 class Method(StrEnum):

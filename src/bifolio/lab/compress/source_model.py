@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from bifolio.checkpoint.checkpoint import check_tensors, identity
-from bifolio.checkpoint.quantization import read_quantization
 from bifolio.checkpoint.remap import LANGUAGE_MODEL, GateAndUp, plain_view
 from bifolio.checkpoint.safetensors_folder import SafetensorsFolder
 from bifolio.checkpoint.source import ModelSource
@@ -19,6 +18,7 @@ from bifolio.lab.compress.layout import Held
 from bifolio.quant.dequantize import dequantize
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec.families.registry import FAMILIES
+from bifolio.spec.quantization import read_quantization
 
 _FLOATS = ("F32", "F16", "BF16")
 

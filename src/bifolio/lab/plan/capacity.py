@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from bifolio.errors import ConfigError
 from bifolio.formats import CacheFormat, PhasePlan
 from bifolio.lab.plan.hardware import Device
-from bifolio.lab.plan.shapes import Kind, mtp_weights, served_weights
+from bifolio.lab.plan.shapes import mtp_weights, served_weights
 from bifolio.lab.plan.storage import Storage, planned
 from bifolio.spec import ModelSpec, PageSpec
+from bifolio.spec.weights import Kind
 
 MEMORY_SHARE = 82
 """Percent of device memory for weights and cache.

@@ -20,7 +20,6 @@ from bifolio.lab.plan.phases import (
 )
 from bifolio.lab.plan.planned_workload import PlannedWorkload
 from bifolio.lab.plan.roofline import limits
-from bifolio.lab.plan.shapes import Kind
 from bifolio.lab.plan.speed import (
     DecodeSpeed,
     PrefillSpeed,
@@ -32,6 +31,7 @@ from bifolio.lab.plan.speed import (
     prefill_speed,
 )
 from bifolio.lab.plan.steps import PREFILL_CHUNK, Prefill
+from bifolio.spec.weights import Kind
 
 CONTEXTS = (2048, 8192, 32_768, 131_072)
 """Tokens of a request for which reports say how many fit."""

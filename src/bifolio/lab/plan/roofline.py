@@ -19,10 +19,11 @@ from enum import StrEnum
 from bifolio.formats import BF16, CacheFormat, Number, PhasePlan
 from bifolio.lab.plan.capacity import Deployment
 from bifolio.lab.plan.hardware import Device
-from bifolio.lab.plan.shapes import Kind, MatrixGroup, served_weights
+from bifolio.lab.plan.shapes import MatrixGroup, served_weights
 from bifolio.lab.plan.steps import Decode, Step
 from bifolio.lab.plan.storage import Storage
 from bifolio.spec import IndexerSpec, MLASpec, ModelSpec
+from bifolio.spec.weights import Kind
 
 
 class Bound(StrEnum):

@@ -17,19 +17,13 @@ from typing import Any
 
 from bifolio.errors import UnsupportedError
 from bifolio.formats import BF16, Number, PhasePlan, Scaling, WeightFormat
-from bifolio.lab.plan.shapes import Kind, MatrixGroup, Weights
+from bifolio.lab.plan.shapes import MatrixGroup, Weights
 from bifolio.spec import ModelSpec
 from bifolio.spec.config_json import read_config
 from bifolio.spec.fields import Fields
+from bifolio.spec.weights import LINEAR, FormatRule, Kind
 from bifolio.wording import shown
 
-LINEAR = (
-    *(Kind.ATTENTION, Kind.DENSE_MLP, Kind.ROUTED_EXPERTS),
-    *(Kind.SHARED_EXPERTS, Kind.INDEXER),
-)
-"""Kinds of the linear layers that quantised checkpoints may compress."""
-
-ABSORBED = "kv_b_proj"
 _MOST_PATTERN, _MOST_REPEATS = 200, 4
 """Characters and repetitions of a pattern: more of them may take longer than anybody waits."""
 
@@ -47,8 +41,11 @@ class Storage:
 
     def of(self, matrix: MatrixGroup) -> WeightFormat:
         """The format of a matrix."""
-        plain = matrix.plain or (self.absorbs and matrix.name == ABSORBED)
-        return BF16 if plain else self.kind(matrix.kind)
+        if matrix.rule is FormatRule.FLOAT32 or matrix.kind is Kind.MTP_JOIN:
+            return BF16
+        if matrix.rule is FormatRule.ABSORBED and self.absorbs:
+            return BF16
+        return self.kind(matrix.kind)
 
     def kind(self, kind: Kind) -> WeightFormat:
         return dict(self.formats).get(kind, BF16)

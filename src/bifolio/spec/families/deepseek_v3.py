@@ -12,29 +12,26 @@ from bifolio.spec import ModelSpec
 from bifolio.spec.families.llama import decoder_tensors, gated, llama_mlp
 from bifolio.spec.families.qwen_moe import moe_tensors
 from bifolio.spec.weights import (
+    Cut,
+    FormatRule,
     Gain,
+    Kind,
     LatentTensors,
     LayerTensors,
     MLPTensors,
     ModelTensors,
     MoETensors,
+    PredictorTensors,
     Vector,
     WeightMatrix,
 )
 
-_PREDICTION_PARTS = (
-    "enorm",
-    "hnorm",
-    "eh_proj",
-    "embed_tokens",
-    "shared_head.norm",
-    "shared_head.head",
-)
+_PREDICTOR_NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
 def deepseek_tensors(spec: ModelSpec) -> ModelTensors:
-    """The weights of a DeepSeek of this shape; those that predict further tokens stay unread."""
-    return replace(decoder_tensors(spec, deepseek_layer), unserved=predictors(spec, deepseek_layer))
+    """The weights of a DeepSeek of this shape."""
+    return with_predictors(spec, decoder_tensors(spec, deepseek_layer), deepseek_layer)
 
 
 def deepseek_layer(spec: ModelSpec, index: int) -> LayerTensors:
@@ -51,16 +48,24 @@ def latent_tensors(spec: ModelSpec, at: str) -> LatentTensors:
     assert mla is not None
     queries, rank = spec.heads * mla.qk, mla.q_lora
 
-    def matrix(part: str, rows: int, k: int) -> WeightMatrix:
-        return WeightMatrix(((f"{own}.{part}", rows),), k)
+    def matrix(
+        part: str, rows: int, k: int, cut: Cut = Cut.NONE, rule: FormatRule = FormatRule.PLANNED
+    ) -> WeightMatrix:
+        return WeightMatrix(((f"{own}.{part}", rows),), k, Kind.ATTENTION, cut, rule)
 
     tensors = LatentTensors(
         norm=Gain(f"{at}.input_layernorm", spec.hidden),
-        q_b=matrix("q_proj", queries, spec.hidden),
+        q_b=matrix("q_proj", queries, spec.hidden, Cut.ROWS),
         kv_a=matrix("kv_a_proj_with_mqa", mla.record, spec.hidden),
         kv_norm=Gain(f"{own}.kv_a_layernorm", mla.kv_lora),
-        kv_b=matrix("kv_b_proj", spec.heads * (mla.nope + mla.v), mla.kv_lora),
-        output=matrix("o_proj", spec.hidden, spec.heads * mla.v),
+        kv_b=matrix(
+            "kv_b_proj",
+            spec.heads * (mla.nope + mla.v),
+            mla.kv_lora,
+            Cut.ROWS,
+            FormatRule.ABSORBED,
+        ),
+        output=matrix("o_proj", spec.hidden, spec.heads * mla.v, Cut.COLUMNS),
     )
     if rank is None:
         return tensors
@@ -68,7 +73,7 @@ def latent_tensors(spec: ModelSpec, at: str) -> LatentTensors:
         tensors,
         q_a=matrix("q_a_proj", rank, spec.hidden),
         q_norm=Gain(f"{own}.q_a_layernorm", rank),
-        q_b=matrix("q_b_proj", queries, rank),
+        q_b=matrix("q_b_proj", queries, rank, Cut.ROWS),
     )
 
 
@@ -78,18 +83,44 @@ def _moe(spec: ModelSpec, at: str) -> MoETensors:
     assert moe is not None
     shared = None
     if moe.shared:
-        parts = gated(f"{at}.mlp.shared_experts", spec.hidden, moe.shared_intermediate)
+        parts = gated(
+            f"{at}.mlp.shared_experts", spec.hidden, moe.shared_intermediate, Kind.SHARED_EXPERTS
+        )
         shared = MLPTensors(routed.norm, *parts)
     correction = None
     if moe.router.correction_bias:
-        correction = Vector(f"{at}.mlp.gate.e_score_correction_bias", moe.routed)
+        correction = Vector(f"{at}.mlp.gate.e_score_correction_bias", moe.routed, Kind.ROUTER)
     return replace(routed, correction=correction, shared=shared)
 
 
-def predictors(spec: ModelSpec, layer: Callable[[ModelSpec, int], LayerTensors]) -> frozenset[str]:
-    """Names in the layers behind the last one, which predict tokens further ahead."""
-    names: set[str] = set()
-    for index in range(spec.layers, spec.layers + spec.mtp_layers):
-        names.update(name for item in layer(spec, index).all() for name, _ in item.shapes())
-        names.update(f"model.layers.{index}.{part}.weight" for part in _PREDICTION_PARTS)
-    return frozenset(names)
+def with_predictors(
+    spec: ModelSpec, tensors: ModelTensors, layer: Callable[[ModelSpec, int], LayerTensors]
+) -> ModelTensors:
+    """The same with the layers behind the last one, which predict further tokens.
+
+    Checkpoints may store embedding and head with each of them once more; DeepSeek-V3's do.
+    """
+    indices = range(spec.layers, spec.layers + spec.mtp_layers)
+    tables = tuple(
+        f"model.layers.{i}.{part}" for i in indices for part in ("embed_tokens", "shared_head.head")
+    )
+    return replace(
+        tensors,
+        predictors=tuple(_predictor(spec, layer(spec, i), f"model.layers.{i}") for i in indices),
+        unserved=frozenset(f"{table}.weight" for table in tables),
+    )
+
+
+def _predictor(spec: ModelSpec, layer: LayerTensors, at: str) -> PredictorTensors:
+    def table(part: str, kind: Kind) -> WeightMatrix:
+        return WeightMatrix(((f"{at}.{part}", spec.vocab),), spec.hidden, kind, Cut.ROWS)
+
+    has_tables = spec.architecture == "deepseek_v3"
+    return PredictorTensors(
+        layer=layer,
+        join=WeightMatrix(((f"{at}.eh_proj", spec.hidden),), 2 * spec.hidden, Kind.MTP_JOIN),
+        norms=tuple(Gain(f"{at}.{part}", spec.hidden) for part in _PREDICTOR_NORMS),
+        tables=(table("embed_tokens", Kind.EMBEDDING), table("shared_head.head", Kind.HEAD))
+        if has_tables
+        else (),
+    )

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from bifolio.spec import ModelSpec
 from bifolio.spec.weights import (
     AttentionTensors,
+    Cut,
     Gain,
+    Kind,
     LayerTensors,
     MLPTensors,
     ModelTensors,
@@ -27,11 +29,15 @@ def decoder_tensors(
     spec: ModelSpec, layer: Callable[[ModelSpec, int], LayerTensors]
 ) -> ModelTensors:
     """The weights of a decoder with such layers."""
+
+    def table(part: str, kind: Kind) -> WeightMatrix:
+        return WeightMatrix(((part, spec.vocab),), spec.hidden, kind, Cut.ROWS)
+
     return ModelTensors(
-        embedding=WeightMatrix((("model.embed_tokens", spec.vocab),), spec.hidden),
+        embedding=table("model.embed_tokens", Kind.EMBEDDING),
         layers=tuple(layer(spec, i) for i in range(spec.layers)),
         norm=Gain("model.norm", spec.hidden),
-        head=WeightMatrix((("lm_head", spec.vocab),), spec.hidden),
+        head=table("lm_head", Kind.HEAD),
         tied=spec.tie_embeddings,
         buffers=frozenset(_buffers(spec)),
     )
@@ -60,26 +66,30 @@ def llama_attention(spec: ModelSpec, at: str) -> AttentionTensors:
     qkv = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
     parts = tuple((f"{at}.self_attn.{part}", rows) for part, rows in qkv)
     output = ((f"{at}.self_attn.o_proj", spec.hidden),)
+    kind = Kind.ATTENTION
     return AttentionTensors(
         norm=Gain(f"{at}.input_layernorm", spec.hidden),
-        qkv=WeightMatrix(parts, spec.hidden, bias=spec.qkv_bias),
-        output=WeightMatrix(output, q_rows, bias=spec.output_bias),
+        qkv=WeightMatrix(parts, spec.hidden, kind, Cut.ROWS, bias=spec.qkv_bias),
+        output=WeightMatrix(output, q_rows, kind, Cut.COLUMNS, bias=spec.output_bias),
     )
 
 
 def llama_mlp(spec: ModelSpec, at: str) -> MLPTensors:
     """The dense MLP of that layer."""
     norm = Gain(f"{at}.post_attention_layernorm", spec.hidden)
-    gate_up, down = gated(f"{at}.mlp", spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+    gate_up, down = gated(
+        f"{at}.mlp", spec.hidden, spec.intermediate, Kind.DENSE_MLP, bias=spec.mlp_bias
+    )
     return MLPTensors(norm, gate_up, down)
 
 
 def gated(
-    at: str, hidden: int, width: int, *, bias: bool = False
+    at: str, hidden: int, width: int, kind: Kind, *, bias: bool = False
 ) -> tuple[WeightMatrix, WeightMatrix]:
     """Gate beside up, and down, of a gated MLP of that width whose names begin with `at`."""
     gate_up = tuple((f"{at}.{part}_proj", width) for part in ("gate", "up"))
     down = ((f"{at}.down_proj", hidden),)
-    return WeightMatrix(gate_up, hidden, bias=bias, gated=True), WeightMatrix(
-        down, width, bias=bias
+    return (
+        WeightMatrix(gate_up, hidden, kind, Cut.ROWS, bias=bias, gated=True),
+        WeightMatrix(down, width, kind, Cut.COLUMNS, bias=bias),
     )

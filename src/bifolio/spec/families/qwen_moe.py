@@ -5,7 +5,15 @@ from __future__ import annotations
 from bifolio.spec import ModelSpec
 from bifolio.spec.families.llama import decoder_tensors, gated
 from bifolio.spec.families.qwen import qwen_attention
-from bifolio.spec.weights import Gain, LayerTensors, ModelTensors, MoETensors, WeightMatrix
+from bifolio.spec.weights import (
+    FormatRule,
+    Gain,
+    Kind,
+    LayerTensors,
+    ModelTensors,
+    MoETensors,
+    WeightMatrix,
+)
 
 
 def qwen_moe_tensors(spec: ModelSpec) -> ModelTensors:
@@ -23,11 +31,14 @@ def moe_tensors(spec: ModelSpec, at: str) -> MoETensors:
     moe = spec.moe
     assert moe is not None
     experts = [
-        gated(f"{at}.mlp.experts.{i}", spec.hidden, moe.intermediate) for i in range(moe.routed)
+        gated(f"{at}.mlp.experts.{i}", spec.hidden, moe.intermediate, Kind.ROUTED_EXPERTS)
+        for i in range(moe.routed)
     ]
     return MoETensors(
         norm=Gain(f"{at}.post_attention_layernorm", spec.hidden),
-        router=WeightMatrix(((f"{at}.mlp.gate", moe.routed),), spec.hidden),
+        router=WeightMatrix(
+            ((f"{at}.mlp.gate", moe.routed),), spec.hidden, Kind.ROUTER, rule=FormatRule.FLOAT32
+        ),
         gate_up=tuple(gate_up for gate_up, _ in experts),
         down=tuple(down for _, down in experts),
     )

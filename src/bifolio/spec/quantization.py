@@ -1,13 +1,15 @@
-"""How a checkpoint stores its quantised matrices: `quantization_config`, read by name."""
+"""How a checkpoint stores its quantized matrices: the `quantization_config` of its `config.json`.
+
+Read by the loader, the planner and the compressor, so that what one accepts the others do too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from bifolio.checkpoint.layouts.compressed_tensors import PackedForm, PlainForm
-from bifolio.checkpoint.layouts.gptq_awq import AWQForm, GPTQForm
-from bifolio.checkpoint.layouts.layout import Form
 from bifolio.errors import UnsupportedError
 from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
 from bifolio.spec.fields import Fields
@@ -19,10 +21,43 @@ _WHOLE_ROWS = -1
 _GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 
-def read_quantization(config: Mapping[str, Any]) -> Form | None:
-    """The form that a `config.json` declares; None where it declares none.
+class TensorLayout(StrEnum):
+    """Which tensors make one quantized matrix (`checkpoint.layouts` reads each)."""
 
-    UnsupportedError names a form that cannot be read.
+    BYTES = "bytes"
+    """One byte per code, rows along the inputs, scales beside them: fp8 and int8."""
+    PACKED = "packed"
+    """`pack-quantized` of compressed-tensors: eight int4 codes per 32-bit word."""
+    GPTQ = "gptq"
+    AWQ = "awq"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """How the quantized matrices of a checkpoint are stored.
+
+    `format` holds their numbers exactly; `scaling` is which numbers share a stored scale, which
+    `format` may repeat (one scale per tensor of int8 becomes one per channel). `scales` is the
+    suffix of the scales and `dtype` the safetensors type of the codes of the layout BYTES.
+    `ignored` are module names, or `re:` patterns, that are not quantized.
+    """
+
+    layout: TensorLayout
+    format: WeightFormat
+    scaling: Scaling
+    scales: str = "weight_scale"
+    dtype: str = "I32"
+    whole_rows: bool = False
+    """GPTQ, AWQ: one group spans all inputs, and `format` splits it."""
+    version: int = 1
+    """GPTQ: 1 stores zero points minus one."""
+    ignored: tuple[str, ...] = ()
+
+
+def read_quantization(config: Mapping[str, Any]) -> StoredQuantization | None:
+    """What a `config.json` declares; None where nothing is quantized.
+
+    UnsupportedError names a method or a scheme that cannot be read.
     """
     readers = {
         "fp8": _block_fp8,
@@ -45,7 +80,7 @@ def read_quantization(config: Mapping[str, Any]) -> Form | None:
     return None
 
 
-def _block_fp8(part: Fields) -> Form:
+def _block_fp8(part: Fields) -> StoredQuantization:
     part.refuse_unless("fmt", ("e4m3", "float8_e4m3fn"), "fp8 is e4m3")
     part.refuse_unless("activation_scheme", ("dynamic",), "activations have no static scales")
     part.refuse_unless("weight_block_size", (_BLOCK,), "blocks are 128 × 128")
@@ -53,8 +88,14 @@ def _block_fp8(part: Fields) -> Form:
         raise UnsupportedError(
             "config.json: quantization_config: fp8 without weight_block_size is not supported"
         )
-    fmt = WeightFormat(Number.FP8, Scaling.BLOCK)
-    return PlainForm(fmt, Scaling.BLOCK, "weight_scale_inv", "F8_E4M3")
+    return StoredQuantization(
+        TensorLayout.BYTES,
+        WeightFormat(Number.FP8, Scaling.BLOCK),
+        Scaling.BLOCK,
+        "weight_scale_inv",
+        "F8_E4M3",
+        ignored=_ignored(part),
+    )
 
 
 def _check_cache(scheme: Fields) -> None:
@@ -72,7 +113,7 @@ def _check_cache(scheme: Fields) -> None:
     scheme.refuse_unless("strategy", ("tensor", "attn_head"), "one scale by layer or head")
 
 
-def _compressed(part: Fields) -> Form | None:
+def _compressed(part: Fields) -> StoredQuantization | None:
     _check_cache(part.part("kv_cache_scheme"))
     sparsity = part.part("sparsity_config")
     sparsity.refuse_unless("format", ("dense",), "sparse weights are not read")
@@ -104,10 +145,10 @@ def _compressed(part: Fields) -> Form | None:
     zeros = not weights.flag("symmetric", True)
     scaling, fmt = _scaling(weights, number, zeros)
     if number is Number.INT4:
-        return PackedForm(fmt, scaling)
+        return StoredQuantization(TensorLayout.PACKED, fmt, scaling, ignored=_ignored(part))
     weights.refuse_unless("symmetric", (True,), f"zero points of {number} are not read")
     weights.refuse_unless("actorder", ("static", "weight", False), "columns stay in order")
-    return PlainForm(fmt, scaling, "weight_scale", dtype)
+    return StoredQuantization(TensorLayout.BYTES, fmt, scaling, dtype=dtype, ignored=_ignored(part))
 
 
 def _scaling(weights: Fields, number: Number, zeros: bool) -> tuple[Scaling, WeightFormat]:
@@ -133,7 +174,7 @@ def _scaling(weights: Fields, number: Number, zeros: bool) -> tuple[Scaling, Wei
     return scaling, WeightFormat(number, scaling if number is Number.FP8 else Scaling.CHANNEL)
 
 
-def _gptq(part: Fields) -> Form:
+def _gptq(part: Fields) -> StoredQuantization:
     part.refuse_unless("bits", (4,), "GPTQ is read with 4 bits")
     part.refuse_unless("pack_dtype", ("int32",), "codes lie in words of 32 bits")
     part.refuse_unless("dynamic", ({},), "all matrices are quantised alike")
@@ -144,10 +185,17 @@ def _gptq(part: Fields) -> Form:
             f"formats: {', '.join(_GPTQ_VERSIONS)}"
         )
     fmt, whole_rows = _int4_groups(part, zeros="sym" not in part or not part.flag("sym"))
-    return GPTQForm(fmt, whole_rows, _GPTQ_VERSIONS[version])
+    return StoredQuantization(
+        TensorLayout.GPTQ,
+        fmt,
+        Scaling.GROUP,
+        whole_rows=whole_rows,
+        version=_GPTQ_VERSIONS[version],
+        ignored=_ignored(part),
+    )
 
 
-def _awq(part: Fields) -> Form:
+def _awq(part: Fields) -> StoredQuantization:
     part.refuse_unless("bits", (4,), "AWQ is read with 4 bits")
     part.refuse_unless("w_bit", (4,), "AWQ is read with 4 bits")
     part.refuse_unless("zero_point", (True,), "AWQ without zero points is not read")
@@ -157,7 +205,10 @@ def _awq(part: Fields) -> Form:
             f"config.json: quantization_config: version={version!r} of AWQ is not supported; "
             "version gemm is"
         )
-    return AWQForm(*_int4_groups(part, zeros=True))
+    fmt, whole_rows = _int4_groups(part, zeros=True)
+    return StoredQuantization(
+        TensorLayout.AWQ, fmt, Scaling.GROUP, whole_rows=whole_rows, ignored=_ignored(part)
+    )
 
 
 def _int4_groups(part: Fields, *, zeros: bool) -> tuple[WeightFormat, bool]:
@@ -171,3 +222,11 @@ def _int4_groups(part: Fields, *, zeros: bool) -> tuple[WeightFormat, bool]:
             f"{', '.join(map(str, _INT4_GROUPS))}"
         )
     return WeightFormat(Number.INT4, Scaling.GROUP, size, zeros), False
+
+
+def _ignored(part: Fields) -> tuple[str, ...]:
+    """Modules left as floats; GPTQ and AWQ leave out the head without saying so."""
+    for key in ("ignore", "modules_to_not_convert"):
+        if key in part:
+            return tuple(part.texts(key))
+    return ()
