@@ -55,7 +55,7 @@ sanitize-threads: env-dev  ## the thread pool under the thread sanitizer of GCC
 	build/sanitize-thread/thread_pool_stress
 
 bench: env-run  ## kernels and engine against their ceilings; the last line is JSON
-	@$(BIN)/python tools/bench.py $(ARGS)
+	@$(BIN)/python tools/bench_engine.py $(ARGS)
 
 bench-pools: env-run  ## two pools against one engine with each of their plans; the last line is JSON
 	@$(BIN)/python tools/bench_pools.py $(ARGS)

@@ -48,7 +48,7 @@ BEYOND_CACHES = 96 << 20
 
 
 @dataclass(frozen=True)
-class Result:
+class CacheResult:
     model: str
     name: str
     format: str
@@ -62,7 +62,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Bench:
+class CacheBench:
     """Kernels, ceilings, and the model whose shapes are in use."""
 
     ops: NativeOps
@@ -78,7 +78,7 @@ class Bench:
             seconds.append(best(run, 5) / calls)
         reading = work.get("nbytes", 0.0) / max(reads)
         computing = work.get("operations", 0.0) / self.bf16_peak
-        return Result(
+        return CacheResult(
             model=self.model,
             name=name,
             format=fmt,
@@ -91,7 +91,7 @@ class Bench:
         _, kv_heads, head_dim, _, _ = MODELS[self.model]
         return PageSpec(layers, kv_heads, head_dim, fmt, self.page_size)
 
-    def attention(self, name: str, fmt: CacheFormat) -> Result:
+    def attention(self, name: str, fmt: CacheFormat) -> CacheResult:
         rows = WORKLOADS[name]
         heads, kv_heads, head_dim, _, _ = MODELS[self.model]
         tokens = sum(length for length, _ in rows)
@@ -110,7 +110,7 @@ class Bench:
             name, str(fmt), tape.replay, layers, nbytes=nbytes, operations=operations
         )
 
-    def pages(self) -> Iterator[Result]:
+    def pages(self) -> Iterator[CacheResult]:
         layers = MODELS[self.model][3]
         formats = [CacheFormat.parse(text) for text in ("bf16", "fp8", "fp8:token")]
         count = -(-BEYOND_CACHES // self.spec(formats[0], layers).page_bytes)
@@ -131,7 +131,7 @@ class Bench:
                 name = f"convert a page to {other}"
                 yield self.result(name, str(one), convert, count, nbytes=nbytes)
 
-    def check(self) -> Result:
+    def check(self) -> CacheResult:
         """32 rows of 64 pages, headers far apart."""
         rows, width = 32, 64
         spec = self.spec(CacheFormat.parse("bf16"), MODELS[self.model][3])
@@ -146,7 +146,7 @@ class Bench:
         check = lambda: self.ops.wrong_pages(pool, table, expected)  # noqa: E731
         return self.result("check 32 x 64 tags", "", check, 1)
 
-    def sampling(self) -> Iterator[Result]:
+    def sampling(self) -> Iterator[CacheResult]:
         vocab = MODELS[self.model][4]
         logits = torch.randn(64, vocab) * 3
         rows = list(logits)
@@ -188,7 +188,7 @@ def filled_pool(spec: PageSpec, pages: int) -> list[LayerCache]:
     return [LayerCache(spec, layer, pool) for layer in range(spec.layers)]
 
 
-def show(result: Result) -> None:
+def show(result: CacheResult) -> None:
     ceiling = f"{result.ratio:6.0%} of {result.bound}" if result.ceiling_microseconds else ""
     print(
         f"{result.model:14} {result.name:32} {result.format:10} "
@@ -215,7 +215,7 @@ def main() -> None:
     )
     results = []
     for model in args.models:
-        bench = Bench(ops, peak, model, args.page)
+        bench = CacheBench(ops, peak, model, args.page)
         found = (bench.attention(w, CacheFormat.parse(f)) for w in WORKLOADS for f in args.formats)
         for part in (found, bench.pages(), [bench.check()], bench.sampling()):
             for result in part:

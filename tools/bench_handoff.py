@@ -28,7 +28,7 @@ from bifolio.disagg.handshake import handed_writer, page_shape
 from bifolio.disagg.link import Link
 from bifolio.disagg.pool_sink import PoolReservation, PoolSink
 from bifolio.disagg.pool_source import PoolSource
-from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelPrint, Role, WorkerHello
+from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelFingerprint, Role, WorkerHello
 from bifolio.disagg.receiver import HandoffReceiver
 from bifolio.disagg.sender import Delivered, HandoffSender
 from bifolio.disagg.shared_memory import SharedMemory
@@ -48,7 +48,7 @@ WRITER, SLOTS, ROUNDS = 7, 256, 5
 
 
 @dataclass(frozen=True)
-class Result:
+class HandoffResult:
     transport: str
     codec: str
     wire_bytes_per_token: float
@@ -65,7 +65,7 @@ class Result:
         )
 
 
-class Bench:
+class HandoffBench:
     """Two pools of one shape; the pages of the prompt stand in the first."""
 
     def __init__(self, ops: NativeOps, specs: tuple[PageSpec, PageSpec], tokens: int) -> None:
@@ -89,14 +89,14 @@ class Bench:
             nonce=b"",
             boot_epoch=1,
             region="here",
-            model=ModelPrint("c", "t", "w"),
+            model=ModelFingerprint("c", "t", "w"),
             page=page_shape(spec),
             writer=WRITER if role is Role.PREFILL else 0,
             slots=SLOTS if role is Role.DECODE else 0,
             max_tokens=2 * self.tokens,
         )
 
-    def run(self, name: str, ends: tuple[Transport, Transport]) -> Result:
+    def run(self, name: str, ends: tuple[Transport, Transport]) -> HandoffResult:
         """Hand the prompt over several times; nothing stays cached on the decode side."""
         pool = KVPool(self.target, self.target.pages_for(self.tokens))
         writer = handed_writer(WRITER, self.source, self.target, b"", b"")
@@ -130,7 +130,7 @@ class Bench:
         sent = record * self.target.pages_for(self.tokens)
         read = self.source.page_bytes * self.source.pages_for(self.tokens)
         near, far = (min(times) for times in zip(*rounds, strict=True))
-        return Result(name, codec, sent / self.tokens, near, far, (read + sent) / near / 1e6)
+        return HandoffResult(name, codec, sent / self.tokens, near, far, (read + sent) / near / 1e6)
 
     def _once(
         self,
@@ -179,12 +179,12 @@ def connected(name: str) -> Iterator[tuple[Transport, Transport]]:
 
 def measure(
     ops: NativeOps, model: str, tokens: int, page: int, transports: Sequence[str] = TRANSPORTS
-) -> list[Result]:
+) -> list[HandoffResult]:
     """Every pair of formats over every transport; lines for people on the way."""
     results = []
     for pair in PAIRS:
         one, other = (PageSpec(*MODELS[model], CacheFormat.parse(f), page) for f in pair)
-        bench = Bench(ops, (one, other), tokens)
+        bench = HandoffBench(ops, (one, other), tokens)
         for name in transports:
             with connected(name) as ends:
                 results.append(bench.run(name, ends))

@@ -44,7 +44,7 @@ BEYOND_CACHES = 96 << 20
 
 
 @dataclass(frozen=True)
-class Result:
+class KernelResult:
     model: str
     name: str
     format: str
@@ -60,7 +60,7 @@ class Result:
 
 def measure(
     ops: NativeOps, peaks: dict[str, float], model: str, name: str, fmt: WeightFormat, rows: int
-) -> Result:
+) -> KernelResult:
     n, k = MODELS[model][name]
     one = replace(encode(torch.randn(n, k), fmt), gated=name == "gate_up")
     # Many rows read a weight once for much arithmetic: copies beyond the caches change nothing.
@@ -77,7 +77,7 @@ def measure(
     number = "int8" if fmt.int8_activations else "fp32" if fmt.number is Number.FP32 else "bf16"
     reading = weights[0].nbytes / max(bandwidth)
     computing = 2 * rows * n * k / peaks[number]
-    return Result(
+    return KernelResult(
         model=model,
         name=name,
         format=str(fmt),
@@ -93,7 +93,7 @@ def show_head() -> None:
     print(f"{'model':13} {'product':8} {'format':14} {'rows':>4} {'µs':>9} {'ceiling':>9}  of it")
 
 
-def show(found: Result) -> None:
+def show(found: KernelResult) -> None:
     """Print a result as a line of the table."""
     print(
         f"{found.model:13} {found.name:8} {found.format:14} {found.rows:4} "

@@ -25,8 +25,8 @@ from torch import Tensor
 from bifolio.checkpoint.safetensors_folder import INDEX
 from bifolio.formats import WeightFormat
 from bifolio.lab.compress.coded import Stored, stored_tensors
-from bifolio.lab.compress.layout import ITEM_BYTES
 from bifolio.lab.compress.output_files import TensorFile, write_json
+from bifolio.lab.compress.shard_layout import ITEM_BYTES
 from bifolio.lab.plan.presets import PRESETS
 from bifolio.spec.config_json import read_config
 from bifolio.spec.families.registry import FAMILIES
@@ -42,7 +42,7 @@ CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Part:
+class RandomPart:
     """A tensor of the files, and the shape of the parameter that it is of."""
 
     stored: Stored
@@ -60,7 +60,7 @@ def config_of(experts: int, layers: int, vocab: int) -> dict[str, Any]:
     return {"model_type": "kimi_k25", "text_config": inner, "eos_token_id": 2, "bos_token_id": 0}
 
 
-def parts_of(config: dict[str, Any]) -> Iterator[Part]:
+def parts_of(config: dict[str, Any]) -> Iterator[RandomPart]:
     """Every tensor, under its published name, in the order of the network."""
     spec = read_config(config)
     items = FAMILIES[spec.architecture](spec).all()
@@ -69,15 +69,15 @@ def parts_of(config: dict[str, Any]) -> Iterator[Part]:
         at = f"language_model.{name}".removesuffix("weight")
         if ".experts." in name:
             for one in stored_tensors(FORMAT, shape[0], shape[1], "BF16"):
-                yield Part(Stored(f"{at}{one.name}", one.dtype, one.shape), shape)
+                yield RandomPart(Stored(f"{at}{one.name}", one.dtype, one.shape), shape)
         else:
             dtype = "F32" if name.endswith("e_score_correction_bias") else "BF16"
-            yield Part(Stored(f"language_model.{name}", dtype, shape), shape)
+            yield RandomPart(Stored(f"language_model.{name}", dtype, shape), shape)
 
 
-def shards_of(parts: list[Part]) -> list[list[Part]]:
+def shards_of(parts: list[RandomPart]) -> list[list[RandomPart]]:
     """Tensors in order, a new file where the next would not fit."""
-    shards: list[list[Part]] = [[]]
+    shards: list[list[RandomPart]] = [[]]
     size = 0
     for part in parts:
         if shards[-1] and size + part.nbytes > SHARD_BYTES:
@@ -88,7 +88,7 @@ def shards_of(parts: list[Part]) -> list[list[Part]]:
     return shards
 
 
-def draw(part: Part, generator: torch.Generator) -> Tensor:
+def draw(part: RandomPart, generator: torch.Generator) -> Tensor:
     """The numbers of one tensor."""
     stored, k = part.stored, part.of[-1]
     if stored.dtype == "I64":

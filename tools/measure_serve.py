@@ -53,7 +53,7 @@ def start(options: list[str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     sys.exit(f"the server ended with {process.wait()}")
 
 
-class Session:
+class ServeSession:
     """Requests to one server, and a digest of what it answered."""
 
     def __init__(self, client: httpx.Client, model: str) -> None:
@@ -157,7 +157,7 @@ def weight_bytes(client: httpx.Client) -> dict[str, int]:
     return {kind: int(float(rest.split()[-1])) for _, kind, rest in found}
 
 
-def rates(session: Session) -> dict[str, list[float]]:
+def rates(session: ServeSession) -> dict[str, list[float]]:
     """Tokens per second of each round."""
     found: dict[str, list[float]] = {"prefill": [], "decode": []}
     for seed in range(ROUNDS):
@@ -173,7 +173,7 @@ def main() -> None:
     process, ready = start(sys.argv[1:])
     loaded = resident(process.pid)
     with httpx.Client(base_url=ready["url"], timeout=3600) as client:
-        session = Session(client, ready["model"])
+        session = ServeSession(client, ready["model"])
         with asking_for_health(ready["url"]) as health:
             speed = rates(session)
             together = round(session.chats(), 3)

@@ -38,20 +38,20 @@ ALPHABETS = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class TaskTurn:
     """What the user says, and the only right answer."""
 
     user: str
     answer: str
 
 
-Conversation = list[Turn]
+Conversation = list[TaskTurn]
 """Turns that share one context: a question may be about what an earlier turn said."""
 
 TURN_TOKENS = 3  # <|user|>, <|assistant|>, <|end|>
 
 
-def turn_tokens(turn: Turn) -> int:
+def turn_tokens(turn: TaskTurn) -> int:
     """Tokens of a turn: its UTF-8 bytes and three marks."""
     return len(turn.user.encode()) + len(turn.answer.encode()) + TURN_TOKENS
 
@@ -95,9 +95,9 @@ def copy_conversation(rng: random.Random, tokens: int) -> Conversation:
             return f"[{label}:{known[label]}]"
         return _filler(rng, alphabet)
 
-    def question() -> Turn:
+    def question() -> TaskTurn:
         label = rng.choice(list(known))
-        return Turn(f"copy {label}", known[label])
+        return TaskTurn(f"copy {label}", known[label])
 
     def seeded() -> bool:
         return bool(known)
@@ -117,9 +117,9 @@ def kv_conversation(rng: random.Random, tokens: int) -> Conversation:
         known[key] = random_string(rng, alphabet, value_low, value_high)
         return f"{key}={known[key]};"
 
-    def question() -> Turn:
+    def question() -> TaskTurn:
         key = rng.choice(list(known))
-        return Turn(key, known[key])
+        return TaskTurn(key, known[key])
 
     def seeded() -> bool:
         return bool(known)
@@ -131,7 +131,7 @@ def _stream(
     rng: random.Random,
     tokens: int,
     item: Callable[[], str],
-    question: Callable[[], Turn],
+    question: Callable[[], TaskTurn],
     seeded: Callable[[], bool],
     joint: str,
 ) -> Conversation:
@@ -149,7 +149,7 @@ def _stream(
         context = context.rstrip(" \n") + "\n"
         while True:
             asked = question()
-            turn = Turn(context + asked.user, asked.answer)
+            turn = TaskTurn(context + asked.user, asked.answer)
             if used + turn_tokens(turn) > end:
                 break  # what was told stays for the next block
             turns.append(turn)
@@ -168,7 +168,7 @@ def _filler(rng: random.Random, alphabet: str) -> str:
 # --- small tasks: a turn stands alone ------------------------------------------------------------
 
 
-def sums_turn(rng: random.Random, held: bool) -> Turn:
+def sums_turn(rng: random.Random, held: bool) -> TaskTurn:
     """Addition and subtraction to 99, multiplication to 12."""
     while True:
         kind = rng.choice("+-*")
@@ -179,7 +179,7 @@ def sums_turn(rng: random.Random, held: bool) -> Turn:
             a, b = rng.randint(0, 99), rng.randint(0, 99)
             answer = a + b if kind == "+" else a - b
         if held_out(f"{a}{kind}{b}") == held:
-            return Turn(f"{a}{kind}{b}=", str(answer))
+            return TaskTurn(f"{a}{kind}{b}=", str(answer))
 
 
 def sentence_pair(rng: random.Random, held: bool = False) -> tuple[str, str]:
@@ -208,15 +208,15 @@ def _phrase(rng: random.Random, noun: Noun, accusative: bool) -> tuple[str, str]
     return f"the {english} {noun.en}", f"{slovak} {form}"
 
 
-def words_turn(rng: random.Random, held: bool) -> Turn:
+def words_turn(rng: random.Random, held: bool) -> TaskTurn:
     """Translate a sentence, either way."""
     english, slovak = sentence_pair(rng, held)
     if rng.random() < 0.5:
-        return Turn(f"sk: {english}", slovak)
-    return Turn(f"en: {slovak}", english)
+        return TaskTurn(f"sk: {english}", slovak)
+    return TaskTurn(f"en: {slovak}", english)
 
 
-def tools_turn(rng: random.Random) -> Turn:
+def tools_turn(rng: random.Random) -> TaskTurn:
     """Two or three functions as JSON schemas, a request, and the call that matches."""
     names = [f"{rng.choice(TOOL_VERBS)}_{rng.choice(TOOL_NOUNS)}" for _ in range(rng.randint(2, 3))]
     names = list(dict.fromkeys(names))
@@ -237,7 +237,7 @@ def tools_turn(rng: random.Random) -> Turn:
     rng.shuffle(said)
     request = f"call {chosen['name']} with {', '.join(said)}"
     lines = [json.dumps(schema) for schema in schemas]
-    return Turn(
+    return TaskTurn(
         "\n".join([*lines, request]), json.dumps({"name": chosen["name"], "arguments": arguments})
     )
 
@@ -277,7 +277,7 @@ def held_copy(rng: random.Random, tokens: int) -> Conversation:
         room -= len(text.encode()) + 1
     for text in marked:
         parts.insert(rng.randint(0, len(parts)), text)
-    return [Turn(" ".join(parts) + question, known[asked])]
+    return [TaskTurn(" ".join(parts) + question, known[asked])]
 
 
 def held_kv(rng: random.Random, tokens: int) -> Conversation:
@@ -288,7 +288,7 @@ def held_kv(rng: random.Random, tokens: int) -> Conversation:
     while len(pairs) < max(1, room // 12):
         pairs[random_string(rng, alphabet, 4, 4)] = random_string(rng, alphabet, 6, 6)
     key = rng.choice(list(pairs))
-    return [Turn("".join(f"{k}={v};" for k, v in pairs.items()) + f"\n{key}", pairs[key])]
+    return [TaskTurn("".join(f"{k}={v};" for k, v in pairs.items()) + f"\n{key}", pairs[key])]
 
 
 def held_question(task: str, rng: random.Random, tokens: int) -> Conversation:

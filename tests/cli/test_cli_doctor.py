@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bifolio.checkpoint.builtin import BUILTIN, Wheel, builtin_path
+from bifolio.checkpoint.builtin import BUILTIN, ModelWheel, builtin_path
 from bifolio.cli import checkup
 from bifolio.cli.main import app
 from bifolio.machine import MachineLimits
@@ -93,7 +93,7 @@ def test_the_packages_looked_for_are_those_that_the_project_needs() -> None:
 def model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the default model belongs, in a home of its own; its digest is that of b"whole"."""
     monkeypatch.setenv("BIFOLIO_HOME", str(tmp_path))
-    wheel = Wheel("r", "folder/model.gguf", hashlib.sha256(b"whole").hexdigest(), 5)
+    wheel = ModelWheel("r", "folder/model.gguf", hashlib.sha256(b"whole").hexdigest(), 5)
     monkeypatch.setitem(BUILTIN, "smollm2-135m", wheel)
     path = builtin_path("smollm2-135m")
     path.parent.mkdir(parents=True)

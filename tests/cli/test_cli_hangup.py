@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bifolio.checkpoint.source import ModelSource
-from bifolio.cli.launch import _Run, client_of
+from bifolio.cli.launch import _ServerRun, client_of
 from bifolio.config import resolve
 
 
@@ -18,11 +18,11 @@ class Terminal(io.StringIO):
         return self.there
 
 
-def run_at(file: io.StringIO) -> tuple[_Run, list[str]]:
+def run_at(file: io.StringIO) -> tuple[_ServerRun, list[str]]:
     stopped: list[str] = []
     source = ModelSource("m", Path("m"))
     with socket.socket() as sock:
-        run = _Run(resolve({"model": "m"}), source, sock, Console(file=file), 0.0, client_of)
+        run = _ServerRun(resolve({"model": "m"}), source, sock, Console(file=file), 0.0, client_of)
     run._stop = lambda: stopped.append("stopped")
     return run, stopped
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from bifolio.checkpoint.source import ModelSource
-from bifolio.cli.launch import _Run, client_of
+from bifolio.cli.launch import _ServerRun, client_of
 from bifolio.config import resolve
 from bifolio.engine.messages import EngineInfo
 
@@ -38,7 +38,7 @@ def announced(options: dict[str, Any], hello: EngineInfo = HELLO) -> Sequence[An
     config, engine = resolve({"model": "m"} | options), SimpleNamespace(hello=hello)
     with socket.create_server(("127.0.0.1", 0)) as sock, capture_logs() as logs:
         console = Console(file=io.StringIO())
-        run = _Run(config, ModelSource("m", Path("m")), sock, console, 0.0, client_of)
+        run = _ServerRun(config, ModelSource("m", Path("m")), sock, console, 0.0, client_of)
         run._announce(engine)  # type: ignore[arg-type]
     return logs
 

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bifolio.cluster.actor import KEY_BYTES, Door
+from bifolio.cluster.actor import KEY_BYTES, AuthenticatedListener
 
 
 def test_strangers_are_sent_away_and_the_right_one_is_let_in() -> None:
-    door = Door("127.0.0.1")
+    door = AuthenticatedListener("127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(door.accept, 60.0)
         address = ("127.0.0.1", door.port)
@@ -26,4 +26,4 @@ def test_strangers_are_sent_away_and_the_right_one_is_let_in() -> None:
 
 def test_nobody_comes() -> None:
     with pytest.raises(TimeoutError):
-        Door("127.0.0.1").accept(0.05)
+        AuthenticatedListener("127.0.0.1").accept(0.05)

@@ -104,7 +104,7 @@ def test_pages_of_prefill_stay_while_decode_does_not_answer(model, oracle, monke
     with monkeypatch.context() as patch:  # for less time than a peer may be silent
         patch.setattr(pair.prefill.peers._sides[NAME].link, "clock", lambda: now)
         for _ in range(200):  # the decode side is busy with something else
-            pair.prefill.peers.attend()
+            pair.prefill.peers.poll()
             if pair.prefill.has_work:
                 pair.prefill.step()
     stats = pair.prefill.scheduler.stats()

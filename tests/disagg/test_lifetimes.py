@@ -136,9 +136,9 @@ def test_a_sender_that_forgets_a_transfer_is_a_stall() -> None:
 
 def test_reservations_give_way_and_the_request_comes_again() -> None:
     pair = begun()
-    assert pair.target.sink.give_way(None)
+    assert pair.target.sink.release_latest(None)
     assert pair.target.cache.pool.live == 0
-    assert not pair.target.sink.give_way(None)
+    assert not pair.target.sink.release_latest(None)
     request = make_request("a", PROMPT)
     pair.compute(request, 100)
     pair.finish(request)

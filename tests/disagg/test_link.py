@@ -7,7 +7,15 @@ import random
 import pytest
 
 from bifolio.disagg.link import Link, LinkState
-from bifolio.disagg.protocol import AbortTransfer, Admitted, Beat, Cause, Message, Offer, Settled
+from bifolio.disagg.protocol import (
+    AbortTransfer,
+    Admitted,
+    Cause,
+    Heartbeat,
+    Message,
+    Offer,
+    Settled,
+)
 from bifolio.disagg.timing import Timing
 from bifolio.disagg.transport import Loopback, loopback
 from support.handoff_pools import DecodePool, PrefillPool, kernels, tiny_spec
@@ -126,7 +134,7 @@ def test_nothing_but_a_hello_is_read_from_a_stranger() -> None:
     assert offer == "Offer"
     links.transports[1].receive()
     links.prefill._next_sent = 0
-    links.prefill.send(Beat([]))
+    links.prefill.send(Heartbeat([]))
     assert links.decode.poll() == []
     assert "out of turn" in links.decode.reason
 
@@ -136,7 +144,7 @@ def test_a_silent_peer_is_given_up_and_one_that_beats_is_not() -> None:
     for second in range(40):
         links.now = float(second)
         for link in (links.prefill, links.decode):
-            assert all(isinstance(m, Beat) for m in link.poll())
+            assert all(isinstance(m, Heartbeat) for m in link.poll())
     assert links.decode.state is LinkState.READY
     for second in range(40, 60):
         links.now = float(second)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from bifolio.errors import ConfigError, OverloadedError, RequestError
 from bifolio.server.app import BodyReader
-from bifolio.server.prepare import MAX_VALUES, Route, TextLimits, prepare
+from bifolio.server.prepare import MAX_VALUES, BodyRoute, TextLimits, prepare
 from bifolio.server.text_pool import LARGE_BYTES, TextPool
 from bifolio.text.tokenizer_files import load_text_side
 from support.tiny import write_tokenizer
@@ -48,15 +48,15 @@ def chat(content="hello", **variables):
 
 
 async def ask(pool, data, client="a"):
-    return await pool.prepare(Route.CHAT, data, LIMITS, client)
+    return await pool.prepare(BodyRoute.CHAT, data, LIMITS, client)
 
 
 async def test_a_body_is_prepared_as_it_would_be_in_the_server(model):
     body = json.dumps({"prompt": ["the sea", [1, 2]], "max_tokens": 5, "user": "x"}).encode()
     async with pool_of(model) as pool:
-        there = await pool.prepare(Route.COMPLETION, body, LIMITS, "a")
-    assert there == prepare(Route.COMPLETION, body, load_text_side(model, TEMPLATE), LIMITS)
-    fields = there.body(Route.COMPLETION)
+        there = await pool.prepare(BodyRoute.COMPLETION, body, LIMITS, "a")
+    assert there == prepare(BodyRoute.COMPLETION, body, load_text_side(model, TEMPLATE), LIMITS)
+    fields = there.body(BodyRoute.COMPLETION)
     assert (fields.max_tokens, fields.prompt) == (5, "")
 
 
@@ -150,10 +150,10 @@ def test_the_number_of_values_in_a_body_is_bounded(model, field):
         body["messages"][0]["x"] = many
     text = load_text_side(model, TEMPLATE)
     with pytest.raises(RequestError, match=f"{field}: more than {MAX_VALUES} values"):
-        prepare(Route.CHAT, json.dumps(body).encode(), text, LIMITS)
+        prepare(BodyRoute.CHAT, json.dumps(body).encode(), text, LIMITS)
 
 
-@pytest.mark.parametrize("route", list(Route))
+@pytest.mark.parametrize("route", list(BodyRoute))
 def test_deep_nesting_is_a_clear_refusal(model, route):
     deep = "[" * 100_000 + "]" * 100_000
     data = f'{{"messages": {deep}, "prompt": {deep}, "tokens": {deep}}}'.encode()
@@ -165,7 +165,7 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_cut(model):
     digits = json.dumps({"prompt": "1" * 2_000_000}).encode()
     text = load_text_side(model)
     text.tokenizer.encode = None  # whoever calls it fails
-    for route in (Route.TOKENIZE, Route.COMPLETION):
+    for route in (BodyRoute.TOKENIZE, BodyRoute.COMPLETION):
         with pytest.raises(RequestError, match="characters") as refused:
             prepare(route, digits, text, LIMITS)
         assert refused.value.code == "context_length_exceeded"
@@ -173,9 +173,9 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_cut(model):
 
 async def test_names_of_tokens_come_on_request_only(model):
     text = load_text_side(model)
-    plain = prepare(Route.TOKENIZE, b'{"prompt": "the sea"}', text, LIMITS)
+    plain = prepare(BodyRoute.TOKENIZE, b'{"prompt": "the sea"}', text, LIMITS)
     named = prepare(
-        Route.TOKENIZE, b'{"prompt": "the sea", "return_token_strs": true}', text, LIMITS
+        BodyRoute.TOKENIZE, b'{"prompt": "the sea", "return_token_strs": true}', text, LIMITS
     )
     assert plain.names is None
     assert len(named.names) == len(named.prompts[0].ids)

@@ -232,7 +232,7 @@ def test_news_without_a_step_is_told() -> None:
     shrink(rig, 3)
     assert rig.schedule() is None
     assert rig.scheduler.has_work
-    (output,) = rig.scheduler.take_news()
+    (output,) = rig.scheduler.drain_outputs()
     assert (output.id, output.error_code) == ("only", ErrorCode.CACHE_EXHAUSTED)
     assert not rig.scheduler.has_work
 

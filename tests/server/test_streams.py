@@ -7,7 +7,7 @@ import pytest
 
 from bifolio.cli.api_client import events
 from bifolio.errors import OverloadedError
-from bifolio.lab.bench.dispatch import Ask
+from bifolio.lab.bench.dispatch import PlannedRequest
 from bifolio.lab.bench.record import Record
 from bifolio.lab.bench.stream import Stream
 from bifolio.server import streams
@@ -186,7 +186,7 @@ def test_our_own_readers_skip_comments():
     data = b'data: {"choices":[{"text":"a"}]}\n\n'
     wire = COMMENT + COMMENT + data + COMMENT + b"data: [DONE]\n\n"
     assert list(events([wire])) == ['{"choices":[{"text":"a"}]}', "[DONE]"]
-    record = Record(Ask("a", 0, 0, [1], 1, 0.0, [[1]]), start=0.0)
+    record = Record(PlannedRequest("a", 0, 0, [1], 1, 0.0, [[1]]), start=0.0)
     stream = Stream(record)
     for i, byte in enumerate(wire):
         stream.feed(bytes([byte]), float(i))

@@ -12,7 +12,7 @@ from bifolio.config import ServerConfig
 from bifolio.process.client import AsyncEngine
 from bifolio.server.app import create_app
 from bifolio.server.http_server import Server
-from bifolio.text.tokenizer_files import TextSide
+from bifolio.text.tokenizer_files import TextTools
 from support.scripted_engine import FACTORY, Script, scripted_config
 from support.text import IM_END, InlineText, byte_tokenizer, chatml
 
@@ -71,7 +71,7 @@ async def serving(
 ):
     """A server over a scripted engine. `template` None: the model has none."""
     tokenizer = tokenizer or byte_tokenizer(WORDS)
-    text = TextSide(
+    text = TextTools(
         tokenizer, None if template is None else chatml(tokenizer, *filter(None, [template]))
     )
     engine_config = scripted_config(script or default_script(), **(engine_options or {}))

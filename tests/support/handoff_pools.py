@@ -15,7 +15,7 @@ from bifolio.cache.page_pool import PagePool
 from bifolio.disagg.handshake import page_shape
 from bifolio.disagg.pool_sink import PoolSink
 from bifolio.disagg.pool_source import HandOffKernels, PoolSource
-from bifolio.disagg.protocol import ModelPrint, Role, WorkerHello
+from bifolio.disagg.protocol import ModelFingerprint, Role, WorkerHello
 from bifolio.disagg.token_planes import token_planes
 from bifolio.errors import PairError
 from bifolio.formats import CacheFormat
@@ -27,7 +27,7 @@ from bifolio.request import PrefillResult, Request, SamplingParams
 from bifolio.spec import PageSpec
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 
-MODEL = ModelPrint("config", "tokenizer", "weights")
+MODEL = ModelFingerprint("config", "tokenizer", "weights")
 PREFILL_WRITER, DECODE_WRITER = 0xA, 0xB
 
 

@@ -74,7 +74,7 @@ class LocalPair:
     def turn(self) -> None:
         """One turn of both loops: attend to the peer, then a step if there is work."""
         for engine in (self.prefill, self.decode):
-            for news in engine.peers.attend():
+            for news in engine.peers.poll():
                 if isinstance(news, Outputs):
                     self._keep(news.outputs)
                 elif isinstance(news, PeerNews):

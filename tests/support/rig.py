@@ -110,7 +110,7 @@ class Rig:
         return step
 
     def commit(self, step: Step | None, results: list[RowResult]) -> None:
-        news = self.scheduler.commit(step, results) if step else self.scheduler.take_news()
+        news = self.scheduler.commit(step, results) if step else self.scheduler.drain_outputs()
         self._in_flight = False
         for output in news:
             self.answers[output.id].take(output)

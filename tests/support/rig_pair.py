@@ -29,7 +29,7 @@ class RigPair:
         """See `scheduler.state.Reservations`."""
         return self._tables.values()
 
-    def give_way(self, tenant: str | None) -> bool:
+    def release_latest(self, tenant: str | None) -> bool:
         """See `scheduler.state.Reservations`."""
         for request_id, table in reversed(self._tables.items()):
             if tenant in (None, table.tenant):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from bifolio.server.prepare import Prepared, Route, TextLimits, prepare
+from bifolio.server.prepare import BodyRoute, Prepared, TextLimits, prepare
 from bifolio.text.chat_template import ChatTemplate, TemplateSource
 from bifolio.text.tokenizer import Tokenizer
-from bifolio.text.tokenizer_files import TextSide, compile_template
+from bifolio.text.tokenizer_files import TextTools, compile_template
 
 BOS, EOS, IM_START, IM_END, THINK = range(256, 261)
 FIRST_WORD = 261
@@ -78,11 +78,13 @@ def _special_ids() -> dict[str, int]:
 class InlineText:
     """Prepares requests in this process: for servers whose text side exists as objects only."""
 
-    def __init__(self, text: TextSide) -> None:
+    def __init__(self, text: TextTools) -> None:
         self._text = text
         self.template = None if text.template is None else text.template.text
 
-    async def prepare(self, route: Route, data: bytes, limits: TextLimits, client: str) -> Prepared:
+    async def prepare(
+        self, route: BodyRoute, data: bytes, limits: TextLimits, client: str
+    ) -> Prepared:
         """See `TextPool.prepare`; nothing is limited."""
         del client
         return await asyncio.to_thread(prepare, route, data, self._text, limits)

@@ -175,7 +175,7 @@ class CacheManager:
         self.tree.remove(page)
         self.pool.quarantine(page)
         for table in self._tables.values():
-            self._stand_back(table, page)
+            self._detach_cursor(table, page)
 
     def change_writers(self, prefill_writer: int, decode_writer: int) -> None:
         """The weights have changed: forget every cached page. No table may be open."""
@@ -184,7 +184,7 @@ class CacheManager:
         self._prefill_writer = prefill_writer
         self._decode_writer = decode_writer
 
-    def _stand_back(self, table: PageTable, page: int) -> None:
+    def _detach_cursor(self, table: PageTable, page: int) -> None:
         """Move a cursor that lost its place up to the tree; stop offering what `page` taints."""
         cursor = node = table.cursor
         if cursor is None or node is None:
@@ -210,9 +210,9 @@ class CacheManager:
         if self.pool.cached < count:
             return False
         freed = self.tree.evict(count)
-        return freed == count or self._fold(count - freed)
+        return freed == count or self._adopt_duplicate_pages(count - freed)
 
-    def _fold(self, count: int) -> bool:
+    def _adopt_duplicate_pages(self, count: int) -> bool:
         """Free pages of the tree on the path of a request that has a copy of its own.
 
         Two requests that compute the same page keep one each, and the tree has the first. When

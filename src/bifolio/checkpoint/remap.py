@@ -190,5 +190,5 @@ class GateAndUp:
     def stack_as_stored(self, names: Sequence[str]) -> bool:
         return self._checkpoint.stack_as_stored([self._cuts.get(n, (n,))[0] for n in names])
 
-    def means_nothing(self, name: str) -> bool:
-        return self._checkpoint.means_nothing(name)
+    def is_ignorable(self, name: str) -> bool:
+        return self._checkpoint.is_ignorable(name)

@@ -75,7 +75,7 @@ class StoredWeights:
         first, *others = (Parts(self._files, module) for module in modules)
         return all(alike(self._layout, first, other) for other in others)
 
-    def means_nothing(self, name: str) -> bool:
+    def is_ignorable(self, name: str) -> bool:
         """Whether a tensor is a bias of zeros beside a quantised matrix.
 
         Some writers of GPTQ give one to every matrix, also in families that have none.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bifolio.cli import bench_options as options
-from bifolio.cli.bench_options import LOAD, WHAT, WHERE, Wishes, option
+from bifolio.cli.bench_options import LOAD, WHAT, WHERE, BenchOptions, option
 from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.errors import ConfigError
 from bifolio.lab.bench.dialect import EndpointType
@@ -89,7 +89,7 @@ def bench(
         raise ConfigError("--server starts a server, --url takes one that runs: say one of them")
     if url is not None and "://" not in url:
         raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
-    wishes = Wishes(
+    wishes = BenchOptions(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
         *(requests, waves, seed, max_failed, max_length_error, goal_ttft, goal_tpot),
     )
@@ -172,7 +172,7 @@ def compare(
       bifolio bench compare bf16/bf16 bf16/fp8 --concurrency 1,8,16,32,64
       bifolio bench compare int8:a8/fp8 http://127.0.0.1:8080 --out results
     """
-    wishes = Wishes(
+    wishes = BenchOptions(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
         *(requests, waves, seed, max_failed, max_length_error, goal_ttft, goal_tpot),
     )

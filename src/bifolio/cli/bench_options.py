@@ -139,7 +139,7 @@ AsJson = Annotated[bool, option(OUT, "Print one JSON object.", "--json")]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class BenchOptions:
     """What the options say of the workload, its judgement and its seed."""
 
     prompt: str

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from bifolio.cli import bench_targets
-from bifolio.cli.bench_options import Wishes
+from bifolio.cli.bench_options import BenchOptions
 from bifolio.cli.bench_tables import print_results
 from bifolio.cli.bench_targets import Machine
 from bifolio.cli.progress import Reporter
@@ -53,7 +53,7 @@ def open_target(
 
 def measure_one(
     target: Target,
-    wishes: Wishes,
+    wishes: BenchOptions,
     loads: Sequence[LoadPoint] | None,
     repeats: int,
     price: float,
@@ -73,7 +73,7 @@ def measure_one(
 
 def measure_several(
     targets: Mapping[str, Target],
-    wishes: Wishes,
+    wishes: BenchOptions,
     loads: Sequence[LoadPoint],
     repeats: int,
     price: float,
@@ -125,10 +125,10 @@ def _warm_up(
 
 
 def _run_progress(report: Reporter) -> RunProgress:
-    def tell(name: str, done: int, total: int, seconds_left: float | None) -> None:
+    def on_progress(name: str, done: int, total: int, seconds_left: float | None) -> None:
         report("measuring", done, total, detail=name, seconds_left=seconds_left)
 
-    return RunProgress(tell)
+    return RunProgress(on_progress)
 
 
 def _environment() -> Environment:

@@ -13,7 +13,7 @@ from bifolio.cli.output_paths import plain
 from bifolio.errors import ConfigError
 
 
-class Per(StrEnum):
+class ScaleSharing(StrEnum):
     """What shares a scale."""
 
     HEAD = "head"
@@ -31,8 +31,9 @@ def calibrate(
         ),
     ],
     per: Annotated[
-        Per, typer.Option(help="What shares a scale: head, or layer as older engines need it.")
-    ] = Per.HEAD,
+        ScaleSharing,
+        typer.Option(help="What shares a scale: head, or layer as older engines need it."),
+    ] = ScaleSharing.HEAD,
     tokens: Annotated[int, typer.Option(min=4096, help="Tokens of it to run, at most.")] = 16384,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scales as JSON.")] = False,
 ) -> None:
@@ -58,7 +59,7 @@ def calibrate(
     texts = read_calibration(source, data, tokens)
     with reporter() as progress:
         scales = measure_scales(
-            opened, texts.calibration, by_head=per is Per.HEAD, progress=progress
+            opened, texts.calibration, by_head=per is ScaleSharing.HEAD, progress=progress
         )
     write_scales(opened, scales)
     if as_json:

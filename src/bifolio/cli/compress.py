@@ -87,14 +87,17 @@ def compress(
 
 def _recipe(weights: str, method: str, only: str | None, keep: list[str]) -> Recipe:
     from bifolio.formats import WeightFormat
-    from bifolio.lab.compress.recipe import Method, Only, Recipe
+    from bifolio.lab.compress.recipe import CompressedPart, Method, Recipe
 
     if method not in list(Method):
         raise ConfigError(f"--method {method} is not known; methods: {', '.join(Method)}")
-    if only is not None and only not in list(Only):
-        raise ConfigError(f"--only {only} is not known; it can be {', '.join(Only)}")
+    if only is not None and only not in list(CompressedPart):
+        raise ConfigError(f"--only {only} is not known; it can be {', '.join(CompressedPart)}")
     return Recipe(
-        WeightFormat.parse(weights), Method(method), Only(only) if only else None, tuple(keep)
+        WeightFormat.parse(weights),
+        Method(method),
+        CompressedPart(only) if only else None,
+        tuple(keep),
     )
 
 

@@ -11,9 +11,9 @@ import typer
 from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.cli.eval_options import (
     AsJson,
-    Asked,
     Candidates,
     Chat,
+    ComparedPlans,
     Data,
     Files,
     FloorOption,
@@ -24,11 +24,11 @@ from bifolio.cli.eval_options import (
     MinTop1,
     Model,
     Out,
-    Read,
     Reference,
     Seed,
-    Sides,
     TaskNames,
+    TaskOptions,
+    TextOptions,
     Threads,
 )
 from bifolio.cli.output_paths import plain
@@ -99,8 +99,8 @@ def distance(
       bifolio eval distance book.txt --candidate fp8/fp8 --candidate int4:g32:a8/fp8 --json
     """
     run = _behind()
-    sides = Sides(model, reference, candidate, kernels, threads)
-    read = Read(text or [], data, context or _CONTEXTS, scored, windows, floor, seed)
+    sides = ComparedPlans(model, reference, candidate, kernels, threads)
+    read = TextOptions(text or [], data, context or _CONTEXTS, scored, windows, floor, seed)
     run.distance(sides, read, out, as_json)
 
 
@@ -129,8 +129,8 @@ def tasks(
       bifolio eval tasks --candidate int8/bf16 --candidate int4:g32:a8/fp8 --items 200 --out results
     """
     run = _behind()
-    sides = Sides(model, reference, candidate, kernels, threads)
-    asked = Asked(task or [], items, data, files or [], chat, margin, seed)
+    sides = ComparedPlans(model, reference, candidate, kernels, threads)
+    asked = TaskOptions(task or [], items, data, files or [], chat, margin, seed)
     run.tasks(sides, asked, out, as_json)
 
 
@@ -158,8 +158,8 @@ def harness(
       bifolio eval harness arc_easy mmlu --data sets --limit 200 --candidate int4:g32/fp8
     """
     run = _behind()
-    sides = Sides(model, reference, candidate, kernels, threads)
-    run.harness(sides, Asked(names, limit, data, [], False, margin, seed), out, as_json)
+    sides = ComparedPlans(model, reference, candidate, kernels, threads)
+    run.harness(sides, TaskOptions(names, limit, data, [], False, margin, seed), out, as_json)
 
 
 @app.command()
@@ -192,9 +192,9 @@ def gate(
       bifolio eval gate --candidate int4:g32/fp8 --margin 0.01 --max-kl 0.02 --min-top1 0.95
     """
     run = _behind()
-    sides = Sides(model, reference, candidate, kernels, threads)
-    asked = Asked(task or [], items, data, files or [], chat, margin, seed)
-    read = Read([], None, _CONTEXTS, _SCORED, _WINDOWS, FloorOption.NONE, seed)
+    sides = ComparedPlans(model, reference, candidate, kernels, threads)
+    asked = TaskOptions(task or [], items, data, files or [], chat, margin, seed)
+    read = TextOptions([], None, _CONTEXTS, _SCORED, _WINDOWS, FloorOption.NONE, seed)
     if not run.gate(sides, asked, read, (max_kl, min_top1), out, as_json):
         raise typer.Exit(EXIT_NOT_PASSED)
 

@@ -93,7 +93,7 @@ MinTop1 = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class ComparedPlans:
     """What is compared with what."""
 
     model: str
@@ -104,7 +104,7 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TaskOptions:
     """Which tasks, and how."""
 
     names: list[str]
@@ -117,7 +117,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TextOptions:
     """Which texts, and how."""
 
     texts: list[Path]

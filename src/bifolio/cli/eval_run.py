@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.checkpoint.source import resolve_source
-from bifolio.cli.eval_options import Asked, Read, Sides
+from bifolio.cli.eval_options import ComparedPlans, TaskOptions, TextOptions
 from bifolio.cli.eval_tables import distance_table, gate_table, task_table
 from bifolio.cli.progress import Reporter, reporter
 from bifolio.lab.eval.answers import Progress
@@ -31,7 +31,7 @@ from bifolio.lab.eval.task_run import Compared, TaskRun
 from bifolio.lab.eval.tasks.selection import available, chosen
 
 
-def distance(sides: Sides, read: Read, out: Path | None, as_json: bool) -> None:
+def distance(sides: ComparedPlans, read: TextOptions, out: Path | None, as_json: bool) -> None:
     """Measure, print and write the distance of every candidate."""
     with reporter() as report:
         measured = _measure(sides, read, _texts(sides.model, report), report)
@@ -54,14 +54,14 @@ def distance(sides: Sides, read: Read, out: Path | None, as_json: bool) -> None:
         print(json.dumps(documents, ensure_ascii=False))
 
 
-def tasks(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None:
+def tasks(sides: ComparedPlans, asked: TaskOptions, out: Path | None, as_json: bool) -> None:
     """Ask, print and write the answers of every candidate."""
     with reporter() as report:
         found = _ask(sides, asked, _texts(sides.model, report), report)
         _show(sides, asked, found, out, as_json, report)
 
 
-def harness(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None:
+def harness(sides: ComparedPlans, asked: TaskOptions, out: Path | None, as_json: bool) -> None:
     """The same for tasks of lm-eval."""
     reference, *candidates = _setups(sides)
     with reporter() as report:
@@ -80,8 +80,8 @@ def harness(sides: Sides, asked: Asked, out: Path | None, as_json: bool) -> None
 
 
 def _show(
-    sides: Sides,
-    asked: Asked,
+    sides: ComparedPlans,
+    asked: TaskOptions,
     results: Iterator[Compared],
     out: Path | None,
     as_json: bool,
@@ -108,9 +108,9 @@ def _show(
 
 
 def gate(
-    sides: Sides,
-    asked: Asked,
-    read: Read,
+    sides: ComparedPlans,
+    asked: TaskOptions,
+    read: TextOptions,
     limits: tuple[float | None, float | None],
     out: Path | None,
     as_json: bool,
@@ -126,8 +126,8 @@ def gate(
 
 
 def _judge(
-    sides: Sides,
-    asked: Asked,
+    sides: ComparedPlans,
+    asked: TaskOptions,
     results: Iterator[tuple[Compared, MeasuredDistance | None]],
     limits: tuple[float | None, float | None],
     out: Path | None,
@@ -168,7 +168,7 @@ def _judge(
     return passed
 
 
-def _setups(sides: Sides) -> list[Setup]:
+def _setups(sides: ComparedPlans) -> list[Setup]:
     return [
         Setup(sides.model, plan, sides.kernels, sides.threads)
         for plan in (sides.reference, *sides.candidates)
@@ -181,14 +181,14 @@ def _texts(model: str, report: Reporter) -> SubjectTokenizer:
 
 
 def _progress(report: Reporter) -> Progress:
-    def tell(what: str, done: int, total: int) -> None:
+    def on_progress(what: str, done: int, total: int) -> None:
         report("evaluating", done, total, detail=what)
 
-    return tell
+    return on_progress
 
 
 def _measure(
-    sides: Sides, read: Read, texts: SubjectTokenizer, report: Reporter
+    sides: ComparedPlans, read: TextOptions, texts: SubjectTokenizer, report: Reporter
 ) -> list[MeasuredDistance]:
     passages = [read_passage(path) for path in read.texts]
     if read.data is not None:
@@ -206,7 +206,7 @@ def _measure(
 
 
 def _ask(
-    sides: Sides, asked: Asked, texts: SubjectTokenizer, report: Reporter
+    sides: ComparedPlans, asked: TaskOptions, texts: SubjectTokenizer, report: Reporter
 ) -> Iterator[Compared]:
     count = asked.items or items_needed(asked.margin, flip_rate=0.0)
     found = available(count, asked.seed, asked.data, asked.files)
@@ -223,7 +223,7 @@ def _distance_parts(found: MeasuredDistance) -> dict[str, Any]:
     }
 
 
-def _settings(options: Asked | Read) -> dict[str, Any]:
+def _settings(options: TaskOptions | TextOptions) -> dict[str, Any]:
     """The options as JSON has them."""
     found = asdict(options)
     for name in ("data", "texts", "files"):

@@ -70,7 +70,9 @@ def launch(
             check_fit(config, read_limits())
         with _reporter(screen) as report:
             source = resolve_source(config.engine.model, report)
-        run = _Run(_localized(config, source), source, sock, screen, began, client or client_of)
+        run = _ServerRun(
+            _localized(config, source), source, sock, screen, began, client or client_of
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 runner.run(run.serve())
@@ -104,7 +106,7 @@ def _localized(config: ServerConfig, source: ModelSource) -> ServerConfig:
     )
 
 
-class _Run:
+class _ServerRun:
     """One server on a bound socket, from the start of its engine to the end of its drain."""
 
     def __init__(

@@ -56,7 +56,7 @@ class EngineHost:
             return None
 
 
-class Door:
+class AuthenticatedListener:
     """A socket at which one engine process is awaited."""
 
     def __init__(self, host: str) -> None:

@@ -6,7 +6,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from bifolio.cluster.cluster_config import ClusterConfig, PoolResources
-from bifolio.cluster.ray_launcher import RayPlace
+from bifolio.cluster.ray_launcher import RayLauncher
 from bifolio.config import ServerConfig
 from bifolio.disagg.fleet import Fleet, OnLoading
 from bifolio.disagg.router import PoolRouter
@@ -36,8 +36,8 @@ def router_over(
     assert pools is not None, "a cluster has two pools"
     router = cluster.advertise or get_node_ip_address()
 
-    def place(needs: PoolResources) -> RayPlace:
-        return RayPlace(needs, router, cluster.start_seconds)
+    def place(needs: PoolResources) -> RayLauncher:
+        return RayLauncher(needs, router, cluster.start_seconds)
 
     fleet = Fleet(
         [server.engine] * pools.prefill_workers,

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bifolio.cluster.actor import Door, EngineHost
+from bifolio.cluster.actor import AuthenticatedListener, EngineHost
 from bifolio.cluster.cluster_config import PoolResources
 from bifolio.errors import EngineDeadError
 from bifolio.process.launcher import Process
@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 1.0
 _THREADS = 4  # of an actor: while one waits for the process's end, another can kill it
 
 
-class RayPlace:
+class RayLauncher:
     """Room for one worker, wherever there is some.
 
     A process that ended is started again by the same actor. Where the actor is gone with its
@@ -83,7 +83,7 @@ class RayPlace:
         self._host = await self._actor.address.remote()
 
     async def _start_process(self) -> tuple[socket.socket, Process]:
-        door = Door(self._router)
+        door = AuthenticatedListener(self._router)
         accepted = asyncio.create_task(asyncio.to_thread(door.accept, _START_SECONDS))
         try:
             pid = await self._actor.start.remote(self._router, door.port, door.key)

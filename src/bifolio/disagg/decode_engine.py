@@ -12,7 +12,7 @@ import msgspec
 from bifolio.cache.manager import PageTable
 from bifolio.config import EngineConfig
 from bifolio.disagg.addresses import Listener, listen
-from bifolio.disagg.handoff_stats import ReceivedTally
+from bifolio.disagg.handoff_stats import ReceivedStats
 from bifolio.disagg.identity import hello_of
 from bifolio.disagg.link import Link, LinkState
 from bifolio.disagg.pool_sink import PoolReservation, PoolSink
@@ -49,11 +49,11 @@ class DecodePeers:
         self._secret = b""
         self._sides: list[HandoffReceiver[PoolReservation]] = []
         self._news: list[Outputs | Listening | PeerNews] = []
-        self.tally = ReceivedTally()
+        self.tally = ReceivedStats()
 
     @property
-    def patience(self) -> float:
-        """See `Peers.patience`."""
+    def poll_timeout(self) -> float:
+        """See `Peers.poll_timeout`."""
         if self._news:
             return 0.0
         busy = any(side.open_transfers for side in self._sides)
@@ -81,8 +81,8 @@ class DecodePeers:
         link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
         self._sides.append(HandoffReceiver(link, self._sink))
 
-    def attend(self) -> list[Outputs | Listening | PeerNews]:
-        """See `Peers.attend`."""
+    def poll(self) -> list[Outputs | Listening | PeerNews]:
+        """See `Peers.poll`."""
         while self._listener is not None and (transport := self._listener.accept()) is not None:
             self.connected(transport, self._secret)
         for side in self._sides:

@@ -55,7 +55,7 @@ OnLoading = Callable[[Loading], None]
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerSpec:
     """What the workers of a pool are made of."""
 
     config: EngineConfig
@@ -64,10 +64,10 @@ class Work:
     """Where a worker runs; called once for each."""
 
 
-class Member:
+class FleetWorker:
     """A place for a worker process: its name and work stay, processes come and go."""
 
-    def __init__(self, name: str, pool: str, work: Work) -> None:
+    def __init__(self, name: str, pool: str, work: WorkerSpec) -> None:
         self.name = name
         self.pool = pool
         self.work = work
@@ -127,11 +127,11 @@ class Fleet:
         on_loading: OnLoading | None = None,
     ) -> None:
         work = [
-            [Work(config, factory, place) for config in configs]
+            [WorkerSpec(config, factory, place) for config in configs]
             for configs, factory, place in zip((prefill, decode), factories, places, strict=True)
         ]
-        self.prefill = [Member(f"p{i}", "prefill", one) for i, one in enumerate(work[0])]
-        self.decode = [Member(f"d{i}", "decode", one) for i, one in enumerate(work[1])]
+        self.prefill = [FleetWorker(f"p{i}", "prefill", one) for i, one in enumerate(work[0])]
+        self.decode = [FleetWorker(f"d{i}", "decode", one) for i, one in enumerate(work[1])]
         self._numbers = {"prefill": len(prefill), "decode": len(decode)}
         self.changed = asyncio.Event()
         self._transport = transport
@@ -146,11 +146,11 @@ class Fleet:
         self._round_waits = False
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[FleetWorker]:
         """Prefill workers, then decode workers."""
         return [*self.prefill, *self.decode]
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> FleetWorker:
         """By its name; ConfigError if there is none."""
         for member in self.members:
             if member.name == name:
@@ -158,7 +158,7 @@ class Fleet:
         names = ", ".join(member.name for member in self.members)
         raise ConfigError(f"there is no worker {name!r}; there are {names}")
 
-    def partners(self, prefill: Member) -> list[Member]:
+    def partners(self, prefill: FleetWorker) -> list[FleetWorker]:
         """Decode workers that a prefill worker can hand a request to now."""
         if not prefill.up:
             return []
@@ -206,7 +206,7 @@ class Fleet:
         for member in self.members:
             member.place.give_up()
 
-    async def _boot(self, member: Member) -> None:
+    async def _boot(self, member: FleetWorker) -> None:
         """Start a process for a member and introduce it to the others."""
         on_loading = self._on_loading
         engine = AsyncEngine(
@@ -230,21 +230,23 @@ class Fleet:
         member.prefixes.clear()
         self._boots += 1
         if member.pool == "decode":
-            engine.tell(Listen(self._where(member), self._secret, self._tls))
+            engine.send(Listen(self._where(member), self._secret, self._tls))
         else:
             for other in self.decode:
                 if other.address:
-                    engine.tell(self._connect(other.name, other.address))
+                    engine.send(self._connect(other.name, other.address))
 
     def _connect(self, name: str, address: str) -> Connect:
         return Connect(name, address, self._secret, self._tls)
 
-    def _where(self, member: Member) -> str:
+    def _where(self, member: FleetWorker) -> str:
         if self._transport == "tcp":
             return f"tcp:{member.place.host}:0"
         return f"shm:{self._sockets}-{member.name}-{self._boots}"
 
-    def _on_news(self, member: Member, engine: AsyncEngine, news: Listening | PeerNews) -> None:
+    def _on_news(
+        self, member: FleetWorker, engine: AsyncEngine, news: Listening | PeerNews
+    ) -> None:
         if engine is not member.engine:
             return
         match news:
@@ -252,7 +254,7 @@ class Fleet:
                 member.address = address
                 for other in self.prefill:
                     if other.engine is not None:
-                        other.engine.tell(self._connect(member.name, address))
+                        other.engine.send(self._connect(member.name, address))
             case PeerNews(name, ready, refused, reason):
                 if ready:
                     member.peers.add(name)
@@ -265,7 +267,7 @@ class Fleet:
                     self._refusal = f"{member.name} and {name}: {reason}"
         self.changed.set()
 
-    def _reconnect(self, prefill: Member, name: str, refused: bool) -> None:
+    def _reconnect(self, prefill: FleetWorker, name: str, refused: bool) -> None:
         """A connection between two living workers was lost: make it again in a moment."""
         decode = next((member for member in self.decode if member.name == name), None)
         address = decode.address if decode is not None else ""
@@ -276,13 +278,13 @@ class Fleet:
         def again() -> None:
             same = prefill.engine is engine and decode.address == address
             if same and name not in prefill.peers:
-                engine.tell(self._connect(name, address))
+                engine.send(self._connect(name, address))
 
         asyncio.get_running_loop().call_later(_FIRST_BACKOFF, again)
 
     # ── watching and replacing ───────────────────────────────────────────────────────────────
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: FleetWorker) -> None:
         """Replace the process of a member whenever it ends or falls silent."""
         backoff = _FIRST_BACKOFF
         while True:
@@ -320,19 +322,19 @@ class Fleet:
         finally:
             closed.cancel()
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, member: FleetWorker) -> None:
         """A member's process ends: nobody is sent to it, or makes and keeps connections to it."""
         member.engine, member.address, member.peers = None, "", set()
         if member.pool == "decode":
             for other in self.prefill:
                 if other.engine is not None:
-                    other.engine.tell(Disconnect(member.name))
+                    other.engine.send(Disconnect(member.name))
                 other.peers.discard(member.name)
 
-    async def replace(self, name: str, *, patience: float = 600.0) -> None:
+    async def replace(self, name: str, *, drain_timeout: float = 600.0) -> None:
         """Let a worker finish what it has, end it, and start another in its place.
 
-        Requests that have not ended after `patience` seconds are sent through again elsewhere.
+        Requests that have not ended after `drain_timeout` seconds are sent through again elsewhere.
         ConfigError: it is being removed.
         """
         member = self.member(name)
@@ -341,7 +343,7 @@ class Fleet:
         member.draining = True
         try:
             if engine is not None:  # else it is being replaced already
-                await _drained(engine, patience)
+                await _drained(engine, drain_timeout)
                 if member.engine is engine:
                     self._forget(member)  # first, or they would connect to it while it ends
                 await engine.stop()  # its watcher starts the next
@@ -371,7 +373,7 @@ class Fleet:
         finally:
             self._replacing.release()
 
-    def _has_partner(self, member: Member) -> bool:
+    def _has_partner(self, member: FleetWorker) -> bool:
         if member.pool == "prefill":
             return bool(member.peers)
         return any(member.name in other.peers for other in self.prefill)
@@ -384,7 +386,7 @@ class Fleet:
         members = {"prefill": self.prefill, "decode": self.decode}.get(pool)
         if members is None:
             raise ConfigError(f"pool: {pool!r} is neither prefill nor decode")
-        member = Member(f"{pool[0]}{self._numbers[pool]}", pool, members[0].work)
+        member = FleetWorker(f"{pool[0]}{self._numbers[pool]}", pool, members[0].work)
         self._numbers[pool] += 1
         members.append(member)  # first, so that news of its connections find it
         try:
@@ -401,10 +403,10 @@ class Fleet:
         self.changed.set()
         return member.name
 
-    async def remove(self, name: str, *, patience: float = 600.0) -> None:
+    async def remove(self, name: str, *, drain_timeout: float = 600.0) -> None:
         """Let a worker finish what it has, and end it for good.
 
-        ConfigError: it is the last of its pool that stays. `patience` as in `replace`.
+        ConfigError: it is the last of its pool that stays. `drain_timeout` as in `replace`.
         """
         member = self.member(name)
         members = self.prefill if member.pool == "prefill" else self.decode
@@ -413,7 +415,7 @@ class Fleet:
             raise ConfigError(f"{name} is the last worker of the {member.pool} pool")
         member.draining = member.leaving = True
         if member.engine is not None:
-            await _drained(member.engine, patience)
+            await _drained(member.engine, drain_timeout)
         watcher = self._watchers.pop(name, None)
         if watcher is not None:
             watcher.cancel()
@@ -426,19 +428,19 @@ class Fleet:
         member.place.give_up()
         log.info("worker removed", worker=name)
 
-    def ups(self, members: Collection[Member]) -> int:
+    def ups(self, members: Collection[FleetWorker]) -> int:
         """How many of them are up."""
         return sum(member.up for member in members)
 
 
-async def _drained(engine: AsyncEngine, patience: float) -> None:
+async def _drained(engine: AsyncEngine, drain_timeout: float) -> None:
     """Wait until an engine to which nothing is sent any more has finished what it has."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + drain_timeout
     await asyncio.sleep(0)  # what was sent just now is open after this
     while engine.open_requests and time.monotonic() < deadline and not engine.is_dead:
         await asyncio.sleep(0.02)
 
 
-def _check_stays(member: Member) -> None:
+def _check_stays(member: FleetWorker) -> None:
     if member.leaving:
         raise ConfigError(f"{member.name} is being removed")

@@ -15,7 +15,7 @@ from bifolio.stats import SchedulerStats
 
 
 @dataclass(slots=True)
-class SentTally:
+class SentStats:
     """Of a prefill engine. `open` and `peers` are gauges."""
 
     open: int = 0
@@ -60,7 +60,7 @@ class SentTally:
 
 
 @dataclass(slots=True)
-class ReceivedTally:
+class ReceivedStats:
     """Of a decode engine: sums over connections that have ended."""
 
     sums: Received = field(default_factory=Received)
@@ -99,7 +99,7 @@ def _sum(parts: Sequence[Received]) -> Received:
 class TimedSource:
     """A PageSource that adds up what checking, converting and digesting pages takes."""
 
-    def __init__(self, source: PageSource, tally: SentTally) -> None:
+    def __init__(self, source: PageSource, tally: SentStats) -> None:
         self._source = source
         self._tally = tally
 
@@ -108,7 +108,7 @@ class TimedSource:
 
 
 class _TimedEncoder:
-    def __init__(self, encoder: PageEncoder, tally: SentTally) -> None:
+    def __init__(self, encoder: PageEncoder, tally: SentStats) -> None:
         self._encoder = encoder
         self._tally = tally
 

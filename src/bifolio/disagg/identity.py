@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bifolio.checkpoint.source import ModelSource, resolve_source
 from bifolio.disagg.handshake import page_shape
-from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelPrint, Role, WorkerHello
+from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelFingerprint, Role, WorkerHello
 from bifolio.engine.engine import Engine
 from bifolio.errors import CheckpointError, cause_of
 from bifolio.formats import Phase
@@ -44,14 +44,14 @@ def hello_of(engine: Engine, role: Role) -> WorkerHello:
     )
 
 
-def model_print(source: ModelSource, weights: str) -> ModelPrint:
+def model_print(source: ModelSource, weights: str) -> ModelFingerprint:
     """Digests of a model's shape and tokenizer beside that of its source's weights.
 
     `weights` names those that were loaded (`models.identity`); a compressed checkpoint says itself
     what it was made from.
     """
     shape = replace(source.spec, stop_ids=())
-    return ModelPrint(
+    return ModelFingerprint(
         config=hashlib.sha256(repr(shape).encode()).hexdigest(),
         tokenizer=_tokenizer_digest(source),
         weights=source.origin or weights,

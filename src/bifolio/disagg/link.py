@@ -22,7 +22,7 @@ from enum import StrEnum
 import msgspec
 
 from bifolio.disagg.handshake import Agreement, agree
-from bifolio.disagg.protocol import Beat, Bye, Message, Ready, Refuse, Role, WorkerHello
+from bifolio.disagg.protocol import Bye, Heartbeat, Message, Ready, Refuse, Role, WorkerHello
 from bifolio.disagg.timing import Timing
 from bifolio.disagg.transport import MAX_MESSAGE_BYTES, Records, Transport
 from bifolio.errors import ConfigError, PairError
@@ -115,7 +115,7 @@ class Link:
             if message is not None and not self._handled(message):
                 messages.append(message)
         if not alive:
-            self.close("the peer has gone", tell=False)
+            self.close("the peer has gone", notify_peer=False)
         elif not self.closed:
             self._keep_time()
         return messages
@@ -124,11 +124,11 @@ class Link:
         """See `Transport.fileno`."""
         return self._transport.fileno()
 
-    def close(self, reason: str, *, tell: bool = True) -> None:
+    def close(self, reason: str, *, notify_peer: bool = True) -> None:
         """End the connection; the first reason stays."""
         if self.closed:
             return
-        if tell and self._key:
+        if notify_peer and self._key:
             self._post(Bye(reason))
         self.state = LinkState.CLOSED
         self.reason = reason
@@ -172,7 +172,7 @@ class Link:
         body = memoryview(data)[_MAC_BYTES:]
         if not hmac.compare_digest(self._mac(body, not self._decodes), data[:_MAC_BYTES]):
             what = "a damaged message" if self._next_read else "another secret, or a damaged Hello"
-            self.close(f"{what} came from the peer", tell=self._next_read > 0)
+            self.close(f"{what} came from the peer", notify_peer=self._next_read > 0)
             return None
         try:
             message: Message = self._decode(body[_NUMBER_BYTES:])
@@ -198,9 +198,9 @@ class Link:
                 self._get_ready(self.agreement)
             case Refuse():
                 self.refused = True
-                self.close(message.reason, tell=False)
+                self.close(message.reason, notify_peer=False)
             case Bye():
-                self.close(f"the peer closed: {message.reason}", tell=False)
+                self.close(f"the peer closed: {message.reason}", notify_peer=False)
             case _ if self.state is not LinkState.READY or isinstance(
                 message, (WorkerHello, Ready)
             ):
@@ -234,7 +234,7 @@ class Link:
     def _refuse(self, reason: str) -> None:
         self.refused = True
         self._post(Refuse(reason))
-        self.close(reason, tell=False)
+        self.close(reason, notify_peer=False)
 
     def refuse(self, reason: str) -> None:
         """Close for a reason of this worker's own that another attempt would meet again."""
@@ -257,4 +257,4 @@ class Link:
             self.close(f"the peer has been silent for {timing.silence:g} s")
         elif now - self._beaten >= timing.beat:
             self._beaten = now
-            self._post(Beat(self.busy()))
+            self._post(Heartbeat(self.busy()))

@@ -21,7 +21,7 @@ Admit = Callable[[Request, PageTable, PrefillResult], None]
 its prompt computed. RequestError if the result cannot be (a token beyond the vocabulary)."""
 
 
-class Room(Protocol):
+class RoomFinder(Protocol):
     """Finds room for a request (`Scheduler.find_room`)."""
 
     def __call__(self, request: Request, pages: int, *, overtakes: bool) -> bool: ...
@@ -55,7 +55,7 @@ class PoolSink:
         *,
         bind: Callable[[int], None],
         check: Callable[[Request], None],
-        room: Room,
+        room: RoomFinder,
         admit: Admit,
         withdraw: Callable[[str], None],
     ) -> None:
@@ -73,8 +73,8 @@ class PoolSink:
         """Page tables of the transfers under way."""
         return [reservation.table for reservation in self._open.values()]
 
-    def give_way(self, tenant: str | None) -> bool:
-        """See `Reservations.give_way`."""
+    def release_latest(self, tenant: str | None) -> bool:
+        """See `Reservations.release_latest`."""
         for reservation in reversed(self._open.values()):
             if tenant in (None, reservation.table.tenant):
                 self.release(reservation)

@@ -17,7 +17,7 @@ import structlog
 from bifolio.config import EngineConfig
 from bifolio.disagg.addresses import Dialer
 from bifolio.disagg.handoff_kernels import hand_off_kernels
-from bifolio.disagg.handoff_stats import SentTally, TimedSource
+from bifolio.disagg.handoff_stats import SentStats, TimedSource
 from bifolio.disagg.identity import hello_of
 from bifolio.disagg.link import Link, LinkState
 from bifolio.disagg.pool_source import PoolSource
@@ -65,7 +65,7 @@ class PrefillPeers:
     def __init__(self, engine: PrefillEngine) -> None:
         self._scheduler = engine.scheduler
         self._dial = Dialer()
-        self.tally = SentTally()
+        self.tally = SentStats()
         kernels = hand_off_kernels(engine.kernels)
         source = PoolSource(engine.pool, kernels, integrity=engine.runner.seals is not None)
         self._source = TimedSource(source, self.tally)
@@ -80,8 +80,8 @@ class PrefillPeers:
     # ── connections ──────────────────────────────────────────────────────────────────────────
 
     @property
-    def patience(self) -> float:
-        """See `Peers.patience`."""
+    def poll_timeout(self) -> float:
+        """See `Peers.poll_timeout`."""
         if self._news or self._lost:
             return 0.0
         return _BUSY_PATIENCE if self._routed else _IDLE_PATIENCE
@@ -115,8 +115,8 @@ class PrefillPeers:
         link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
         self._sides[name] = HandoffSender(link, self._source)
 
-    def attend(self) -> list[Outputs | Listening | PeerNews]:
-        """See `Peers.attend`."""
+    def poll(self) -> list[Outputs | Listening | PeerNews]:
+        """See `Peers.poll`."""
         news: list[Outputs | Listening | PeerNews] = [*self._lost]
         self._lost = []
         for name, side in list(self._sides.items()):

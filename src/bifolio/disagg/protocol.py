@@ -59,7 +59,7 @@ class Cause(StrEnum):
     """A mistake of ours on one of the two sides."""
 
 
-class ModelPrint(msgspec.Struct, frozen=True):
+class ModelFingerprint(msgspec.Struct, frozen=True):
     """What must be equal for two workers to serve one model.
 
     `weights` is the digest of the source model, not of a format that it is kept in: int4 and fp8
@@ -99,7 +99,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A random number of this process: the same name with another epoch is another worker."""
     region: str
     """Where prompts of this worker may be kept; unequal labels refuse each other."""
-    model: ModelPrint
+    model: ModelFingerprint
     page: PageShape
     writer: int
     """Prefill: fingerprint of what writes the pages of prompts, in its own format. Decode: 0."""
@@ -216,7 +216,7 @@ class AbortTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str = ""
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """A sign of life. `busy` are transfers that wait for this side's own work or memory."""
 
     busy: list[int]
@@ -241,6 +241,6 @@ Message = (
     | Admitted
     | Settled
     | AbortTransfer
-    | Beat
+    | Heartbeat
     | Bye
 )

@@ -24,11 +24,11 @@ from bifolio.disagg.protocol import (
     AbortTransfer,
     Accept,
     Admitted,
-    Beat,
     Cause,
     Decline,
     Finish,
     Grant,
+    Heartbeat,
     Message,
     Offer,
     PageMessage,
@@ -217,7 +217,7 @@ class HandoffReceiver(Generic[R]):
                     self._end(incoming, message.cause)
                 elif message.transfer in self._unsettled:
                     self._withdraw(message.transfer)
-            case Beat(busy):
+            case Heartbeat(busy):
                 for transfer in busy:
                     if transfer in self._incoming:
                         self._incoming[transfer].moved = self.link.clock()

@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from bifolio.disagg.fleet import Fleet, Member
+from bifolio.disagg.fleet import Fleet, FleetWorker
 from bifolio.engine.messages import EngineInfo, EngineStats
 from bifolio.errors import BifolioError, EngineDeadError
 from bifolio.process.client import AsyncEngine, WorkerView
@@ -69,8 +69,8 @@ class _LostError(BifolioError):
 class _Pair:
     """Workers of one attempt, and what the router counts for it while it lasts."""
 
-    prefill: Member
-    decode: Member
+    prefill: FleetWorker
+    decode: FleetWorker
     to_compute: int
     pages: int
     tokens: int
@@ -349,7 +349,7 @@ class PoolRouter:
             tokens=length + request.sampling.max_tokens,
         )
 
-    def _pick_decode(self, prefill: Member, pages: int) -> Member:
+    def _pick_decode(self, prefill: FleetWorker, pages: int) -> FleetWorker:
         partners = {member.name: member for member in self.fleet.partners(prefill)}
         choices = [
             DecodeChoice(
@@ -411,17 +411,17 @@ async def _both(
             output = await anext(from_other)
     finally:
         # In a task of its own: whoever waits here may be cancelled at any moment, too.
-        patience = LAST_WORDS if ended else 0.0
-        closing = asyncio.create_task(_close((second, from_other), (first, from_one), patience))
+        grace = LAST_WORDS if ended else 0.0
+        closing = asyncio.create_task(_close((second, from_other), (first, from_one), grace))
         trailing.add(closing)
         closing.add_done_callback(trailing.discard)
         if not ended:
             await asyncio.shield(closing)
 
 
-async def _close(other: _Reading, one: _Reading, patience: float) -> None:
+async def _close(other: _Reading, one: _Reading, grace: float) -> None:
     """Leave the decode worker, let the prefill worker say its last word within some seconds."""
-    for (task, stream), seconds in ((other, 0.0), (one, patience)):
+    for (task, stream), seconds in ((other, 0.0), (one, grace)):
         if seconds:
             await asyncio.wait({task}, timeout=seconds)
         task.cancel()

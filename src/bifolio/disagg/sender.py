@@ -27,11 +27,11 @@ from bifolio.disagg.protocol import (
     AbortTransfer,
     Accept,
     Admitted,
-    Beat,
     Cause,
     Decline,
     Finish,
     Grant,
+    Heartbeat,
     Message,
     Offer,
     PageMessage,
@@ -274,7 +274,7 @@ class HandoffSender:
             case Grant(slots):
                 self._granted(slots)
                 return
-            case Beat(busy):
+            case Heartbeat(busy):
                 for transfer in busy:
                     if transfer in self._by_transfer:
                         self._by_transfer[transfer].moved = self.link.clock()

@@ -152,7 +152,7 @@ class Engine:
         """Compute one batch and say what came of it. A failing step ends its own requests only."""
         step = self.scheduler.schedule()
         if step is None:
-            return self.scheduler.take_news()
+            return self.scheduler.drain_outputs()
         self._planned(step)
         try:
             results = self.runner.execute(step)

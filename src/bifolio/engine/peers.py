@@ -15,14 +15,14 @@ class Peers(Protocol):
     """An engine's connections to others. Called from the thread that steps the engine."""
 
     @property
-    def patience(self) -> float:
-        """Seconds until `attend` wants to be called although nothing is readable."""
+    def poll_timeout(self) -> float:
+        """Seconds until `poll` wants to be called although nothing is readable."""
 
     def files(self) -> Iterable[int]:
-        """File descriptors that become readable when `attend` has something to do."""
+        """File descriptors that become readable when `poll` has something to do."""
 
     def take(self, message: Listen | Connect | Disconnect) -> None:
         """Do what the front end says."""
 
-    def attend(self) -> list[Outputs | Listening | PeerNews]:
+    def poll(self) -> list[Outputs | Listening | PeerNews]:
         """Take what peers say, send what is ready, never wait; news for the front end."""

@@ -24,7 +24,7 @@ def write_latents(
     cache: LayerCache, page_t: Tensor, slot_t: Tensor, latent_tc: Tensor, key_tr: Tensor
 ) -> None:
     """Store float32 latents and rotated keys in slot `slot_t` of page `page_t` (int64)."""
-    planes = _Planes(cache)
+    planes = _LatentPlanes(cache)
     if planes.scales is not None:
         scales_tg = _scales(_groups(latent_tc))
         planes.scales[page_t, slot_t] = scales_tg
@@ -40,7 +40,7 @@ def read_latents(cache: LayerCache, pages_p: Tensor, length: int) -> Tensor:
 
     Slots from `length` on are not read.
     """
-    planes = _Planes(cache)
+    planes = _LatentPlanes(cache)
     page, slot = _places(cache, pages_p, length)
     latent_sc = _decode(planes.latents[page, slot].flatten(1))
     key_sr = _decode(planes.keys[page, slot].flatten(1))
@@ -81,7 +81,7 @@ def copy_index_keys(
         other_scales[page_t, slot_t] = scales[page, slot]
 
 
-class _Planes:
+class _LatentPlanes:
     """Views of one layer in all pages, indexed [page, slot]: pairs of codes, scales per group."""
 
     def __init__(self, cache: LayerCache) -> None:

@@ -99,7 +99,7 @@ class MappedFile:
         return min(held * PAGE, count)
 
 
-class Shelf:
+class RecordCache:
     """Keeps mapped records within `limit` bytes of memory (0: as many as the system keeps).
 
     What was not used for longest goes first. The records that one call needs may be more than the
@@ -137,7 +137,7 @@ class MappedRecord:
     """A part of a mapped file that is proved against its digest when it is first used."""
 
     def __init__(
-        self, file: MappedFile, start: int, nbytes: int, digest: int, shelf: Shelf
+        self, file: MappedFile, start: int, nbytes: int, digest: int, shelf: RecordCache
     ) -> None:
         assert start % PAGE == 0
         self._file, self._start, self.nbytes, self._digest = file, start, nbytes, digest

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bifolio.kernels.native_linear import NativeWeight
 from bifolio.kernels.native_pages import PageOps
-from bifolio.kernels.ops import Groups, Norm, Weight, unwatched
+from bifolio.kernels.ops import Groups, Norm, Weight, noop
 from bifolio.kernels.result_arena import Arena
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _PULSE_EVERY = 16
 class NativeGroupedOps(PageOps):
     """The part of `NativeOps` that groups rows by their weight."""
 
-    pulse: Callable[[], None] = staticmethod(unwatched)
+    pulse: Callable[[], None] = staticmethod(noop)
     _runtime: _native.Runtime
     _arena: Arena
 

@@ -110,7 +110,7 @@ class Groups:
     borders: tuple[int, ...]
 
 
-def unwatched() -> None:
+def noop() -> None:
     """A pulse that nobody feels."""
 
 

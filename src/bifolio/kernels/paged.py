@@ -37,7 +37,7 @@ def token_scales(x_thd: Tensor) -> Tensor:
 
 def write(cache: LayerCache, page_t: Tensor, slot_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
     """Store float32 keys and values [t, kv_heads, d] in slot `slot_t` of page `page_t` (int64)."""
-    planes = _Planes(cache)
+    planes = _PagePlanes(cache)
     planes.k_codes[page_t, slot_t] = planes.pair_dims(
         _encode(cache, k_thd, cache.k_scales, planes.k_scales, page_t, slot_t)
     )
@@ -51,7 +51,7 @@ def read(cache: LayerCache, pages_p: Tensor, length: int) -> tuple[Tensor, Tenso
 
     Slots from `length` on are not read.
     """
-    planes = _Planes(cache)
+    planes = _PagePlanes(cache)
     position = torch.arange(length, device=pages_p.device)
     page, slot = pages_p[position // cache.spec.page_size].long(), position % cache.spec.page_size
     shape = (length, cache.spec.kv_heads, cache.spec.head_dim)
@@ -63,7 +63,7 @@ def read(cache: LayerCache, pages_p: Tensor, length: int) -> tuple[Tensor, Tenso
     )
 
 
-class _Planes:
+class _PagePlanes:
     """Views of one layer in all pages, indexed [page, slot] (V codes: [page, slot / 2, slot % 2]).
 
     Codes of fp8 are seen as uint8, because indexing does not know float8.

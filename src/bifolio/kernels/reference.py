@@ -12,7 +12,7 @@ from bifolio.formats import Number, WeightFormat
 from bifolio.kernels import paged
 from bifolio.kernels.grouped import GroupedOps
 from bifolio.kernels.latent import LatentOps, slots
-from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight, unwatched
+from bifolio.kernels.ops import Batch, LayerCache, Norm, Weight, noop
 from bifolio.kernels.pointwise import rms_norm, rotate, swiglu
 from bifolio.quant.dequantize import dequantize
 from bifolio.quant.quant_tensor import QuantTensor
@@ -43,7 +43,7 @@ class ReferenceOps(GroupedOps, LatentOps):
     """Every operation of `kernels.ops.Ops` by its definition, sums in float32."""
 
     name = "reference"
-    pulse: Callable[[], None] = staticmethod(unwatched)
+    pulse: Callable[[], None] = staticmethod(noop)
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         bias = None if bias_n is None else bias_n.to(torch.float32)

@@ -423,7 +423,7 @@ class AsyncEngine:
                 f"{self.stats.waiting} waiting requests"
             )
 
-    def tell(self, message: Listen | Connect | Disconnect) -> None:
+    def send(self, message: Listen | Connect | Disconnect) -> None:
         """Say something about other engines; lost if the process has ended."""
         if self._dead is None:
             self._send(message)

@@ -118,7 +118,7 @@ class Worker:
         while True:
             wait = 0.0 if engine.has_work else max(0.0, self._next_beat - time.monotonic())
             if peers is not None:
-                wait = min(wait, peers.patience)
+                wait = min(wait, peers.poll_timeout)
                 channel.watch(peers.files())
             for message in channel.receive(wait):
                 if isinstance(message, Shutdown):
@@ -127,7 +127,7 @@ class Worker:
             if time.monotonic() >= self._next_beat:
                 self._beat(engine.stats())
                 engine.scrub()
-            for news in peers.attend() if peers is not None else ():
+            for news in peers.poll() if peers is not None else ():
                 channel.send(news)
             if engine.has_work:
                 outputs = engine.step()

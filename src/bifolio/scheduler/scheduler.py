@@ -174,7 +174,7 @@ class Scheduler(SchedulerState):
     # ── steps out ────────────────────────────────────────────────────────────────────────────
 
     def schedule(self) -> Step | None:
-        """Plan the next step; None if there is none, or news are not to wait for it (`take_news`).
+        """Plan the next step; None if there is none, or outputs must not wait (`drain_outputs`).
 
         Rows are valid until the next call: they and the lists in them are used again.
         """
@@ -294,7 +294,7 @@ class Scheduler(SchedulerState):
         return victim is not sequence
 
     def _give_way(self, tenant: str | None) -> bool:
-        return self.reserved is not None and self.reserved.give_way(tenant)
+        return self.reserved is not None and self.reserved.release_latest(tenant)
 
     def _youngest(self, tenant: str | None) -> Sequence:
         """The latest arrival of a tenant, or of all."""
@@ -328,7 +328,7 @@ class Scheduler(SchedulerState):
             sequence.reuse_limit,
             sequence.tenant,
         )
-        if self._twin_is_ahead(sequence, table):
+        if self._prefix_in_flight(sequence, table):
             cache.release(table)
             return False
         pages = cache.pages_for(len(sequence.token_ids))
@@ -436,7 +436,7 @@ class Scheduler(SchedulerState):
         beyond = [tenant for tenant, pages in held.items() if pages > share and taken[tenant] > 1]
         return max(beyond, key=held.__getitem__, default=None)
 
-    def _twin_is_ahead(self, sequence: Sequence, table: PageTable) -> bool:
+    def _prefix_in_flight(self, sequence: Sequence, table: PageTable) -> bool:
         """A row of this step computes what the request could reuse in the next: half or more."""
         missing = len(sequence.token_ids) - table.computed
         return any(
@@ -492,7 +492,7 @@ class Scheduler(SchedulerState):
         self._counts["computed_tokens"] += computed
         if computed or not (self._running or self._waiting):
             self._last_progress = self._clock()
-        return self.take_news()
+        return self.drain_outputs()
 
     def _append(self, sequence: Sequence, row: StepRow, result: RowResult) -> None:
         """Add a sampled token and apply the rules that end a request."""
@@ -541,9 +541,9 @@ class Scheduler(SchedulerState):
             sequence = self._running.get(row.request_id)
             if sequence is not None and sequence.generation == row.generation:
                 self._news.append(self._end_with(sequence, ErrorCode.INTERNAL, message))
-        return self.take_news()
+        return self.drain_outputs()
 
-    def take_news(self) -> list[Output]:
+    def drain_outputs(self) -> list[Output]:
         """What `schedule` had to end; call it whenever that returned None."""
         news, self._news = self._news, []
         return news

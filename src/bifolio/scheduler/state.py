@@ -45,7 +45,7 @@ class Reservations(Protocol):
         """A page table for each of them."""
         ...
 
-    def give_way(self, tenant: str | None) -> bool:
+    def release_latest(self, tenant: str | None) -> bool:
         """Release the latest one, of this tenant if any is given; False if there is none.
 
         Running requests need its pages.
@@ -108,7 +108,7 @@ class SchedulerState:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would plan a step, or `take_news` has something."""
+        """Whether `schedule` would plan a step, or `drain_outputs` has something."""
         return self._can_go_on or self._deadlines.any_passed(self._clock())
 
     @property

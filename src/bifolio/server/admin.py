@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bifolio.disagg.fleet import Fleet, Member
+from bifolio.disagg.fleet import Fleet, FleetWorker
 from bifolio.errors import ConfigError, RequestError
 
 PREFIX = "/admin/"
@@ -76,7 +76,7 @@ async def _asked(change: Awaitable[Result]) -> Result:
         raise RequestError(str(error)) from error
 
 
-def _card(member: Member) -> dict[str, Any]:
+def _card(member: FleetWorker) -> dict[str, Any]:
     view, handoff = member.view(), member.stats.handoff
     engine = member.engine
     return {

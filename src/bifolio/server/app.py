@@ -25,7 +25,7 @@ from bifolio.server.completions import complete
 from bifolio.server.error_responses import MODEL_NOT_FOUND, ErrorResponse, failure_of
 from bifolio.server.middleware import add_middleware
 from bifolio.server.openapi import DescribedAPI, body_of
-from bifolio.server.prepare import BODIES, Prepared, Route
+from bifolio.server.prepare import BODIES, BodyRoute, Prepared
 from bifolio.server.refusals import Refusals
 from bifolio.server.server_metrics import CONTENT_TYPE
 from bifolio.server.service import Service
@@ -131,7 +131,7 @@ def _add_failures(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, on_client_gone)
 
 
-def _add_route(app: FastAPI, service: Service, path: str, route: Route, answer: Answer) -> None:
+def _add_route(app: FastAPI, service: Service, path: str, route: BodyRoute, answer: Answer) -> None:
     """POST `path` with a JSON body, read by ourselves for the sake of its errors."""
 
     async def handler(request: Request) -> Response:
@@ -152,14 +152,14 @@ def _add_route(app: FastAPI, service: Service, path: str, route: Route, answer: 
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    _add_route(app, service, "/v1/chat/completions", Route.CHAT, chat)
-    _add_route(app, service, "/v1/completions", Route.COMPLETION, complete)
+    _add_route(app, service, "/v1/chat/completions", BodyRoute.CHAT, chat)
+    _add_route(app, service, "/v1/completions", BodyRoute.COMPLETION, complete)
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(service: Service, prepared: Prepared, request: Request) -> Response:
         del request
-        service.check_open(prepared.body(Route.TOKENIZE).model)
+        service.check_open(prepared.body(BodyRoute.TOKENIZE).model)
         ids = prepared.prompts[0].ids
         return _json(
             {
@@ -172,7 +172,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     async def detokenize(service: Service, prepared: Prepared, request: Request) -> Response:
         del request
-        service.check_open(prepared.body(Route.DETOKENIZE).model)
+        service.check_open(prepared.body(BodyRoute.DETOKENIZE).model)
         return _json({"prompt": prepared.text})
 
     @app.get("/tokenizer_info")
@@ -188,8 +188,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
             }
         )
 
-    _add_route(app, service, "/tokenize", Route.TOKENIZE, tokenize)
-    _add_route(app, service, "/detokenize", Route.DETOKENIZE, detokenize)
+    _add_route(app, service, "/tokenize", BodyRoute.TOKENIZE, tokenize)
+    _add_route(app, service, "/detokenize", BodyRoute.DETOKENIZE, detokenize)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from bifolio.server.envelope import DONE, Envelope
 from bifolio.server.generation import AnswerPiece, Generation, collect
 from bifolio.server.middleware import answer_id
-from bifolio.server.prepare import Prepared, Route
+from bifolio.server.prepare import BodyRoute, Prepared
 from bifolio.server.request_bodies import ChatBody
 from bifolio.server.service import Service, session_of, tenant_of
 from bifolio.server.streams import EventStream, while_connected
@@ -22,7 +22,7 @@ from bifolio.text.tokenizer import Tokenizer
 
 async def chat(service: Service, prepared: Prepared, request: Request) -> Response:
     """Answer a conversation, whole or as a stream of chunks."""
-    body: ChatBody = prepared.body(Route.CHAT)
+    body: ChatBody = prepared.body(BodyRoute.CHAT)
     service.check_open(body.model)
     prompt = prepared.prompts[0].ids
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

@@ -15,7 +15,7 @@ from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.server.envelope import DONE, Envelope
 from bifolio.server.generation import AnswerPiece, Generation, Usage, collect
 from bifolio.server.middleware import answer_id
-from bifolio.server.prepare import EncodedPrompt, Prepared, Route
+from bifolio.server.prepare import BodyRoute, EncodedPrompt, Prepared
 from bifolio.server.request_bodies import CompletionBody
 from bifolio.server.service import Service, session_of, tenant_of
 from bifolio.server.streams import EventStream, while_connected
@@ -27,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def complete(service: Service, prepared: Prepared, request: Request) -> Response:
     """Continue prompts, whole or as a stream of chunks."""
-    body: CompletionBody = prepared.body(Route.COMPLETION)
+    body: CompletionBody = prepared.body(BodyRoute.COMPLETION)
     service.check_open(body.model)
     answer = _Answer(service, body, prepared.prompts, request)
     if body.stream:
@@ -87,7 +87,7 @@ class _Answer:
         )
         hidden = self._tokenizer.special_ids if body.skip_special_tokens is not False else ()
         self._choices = [
-            _Choice(service.tokenizer, prompt, i * self._n + j, hidden)
+            _CompletionChoice(service.tokenizer, prompt, i * self._n + j, hidden)
             for i, prompt in enumerate(prompts)
             for j in range(self._n)
         ]
@@ -163,7 +163,7 @@ class _Answer:
                 yield piece
 
     def _prompt_logprobs(
-        self, choice: _Choice, pieces: Sequence[AnswerPiece]
+        self, choice: _CompletionChoice, pieces: Sequence[AnswerPiece]
     ) -> dict[str, list[Any]]:
         found = [entry for piece in pieces for entry in piece.prompt_logprobs or ()]
         return choice.prompt_logprobs(found) if self._wants_logprobs else _joined([])
@@ -185,7 +185,7 @@ def _chunk(piece: AnswerPiece, text: str, logprobs: bytes) -> bytes:
     )
 
 
-class _Choice:
+class _CompletionChoice:
     """One answer; counts the characters so that each token has its offset in the text.
 
     Tokens of the answer that are `hidden` have no characters in it.

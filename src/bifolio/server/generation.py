@@ -75,7 +75,7 @@ class Usage:
         } | ours
 
 
-class _Choice:
+class _AnswerChoice:
     """One answer in the making."""
 
     def __init__(self, index: int, detokenizer: Detokenizer, named_stops: frozenset[int]) -> None:
@@ -151,7 +151,7 @@ class Generation:
         possible = min(params.max_tokens for params in sampling)
         self._clamped_to = possible if wanted is not None and wanted > possible else None
         self._requests: list[Request] = []
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[str, _AnswerChoice] = {}
         named_stops = frozenset(body.stop_token_ids or ())
         stops = body.stops
         sampling[0].check(engine.hello.vocab)  # the others differ in seeds and lengths only
@@ -179,7 +179,7 @@ class Generation:
                     include_stop=bool(body.include_stop_str_in_output),
                     min_tokens=params.min_tokens,
                 )
-                self._choices[name] = _Choice(index, detokenizer, named_stops)
+                self._choices[name] = _AnswerChoice(index, detokenizer, named_stops)
 
     @property
     def usage(self) -> Usage:
@@ -223,7 +223,7 @@ class Generation:
         finally:  # the client has hung up, if any are left
             self._count_unfinished(lambda: self._metrics.finished(FinishReason.ABORT.value))
 
-    def _count_finished(self, choice: _Choice, reason: str, start: float, now: float) -> None:
+    def _count_finished(self, choice: _AnswerChoice, reason: str, start: float, now: float) -> None:
         choice.finished = True
         metrics = self._metrics
         metrics.finished(reason)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from bifolio.errors import RequestError
 from bifolio.request import context_exceeded
-from bifolio.server.messages import read_messages
+from bifolio.server.chat_messages import read_messages
 from bifolio.server.request_bodies import (
     MAX_CHOICES,
     ChatBody,
@@ -26,7 +26,7 @@ from bifolio.server.request_bodies import (
     parse_body,
     whole,
 )
-from bifolio.text.tokenizer_files import TextSide
+from bifolio.text.tokenizer_files import TextTools
 from bifolio.wording import shown
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _STAND_INS: dict[type[BaseModel], dict[str, Any]] = {
 """For those of them without which a body is none."""
 
 
-class Route(StrEnum):
+class BodyRoute(StrEnum):
     """What a body asks for."""
 
     CHAT = "chat"
@@ -55,11 +55,11 @@ class Route(StrEnum):
     DETOKENIZE = "detokenize"
 
 
-BODIES: Mapping[Route, type[BaseModel]] = {
-    Route.CHAT: ChatBody,
-    Route.COMPLETION: CompletionBody,
-    Route.TOKENIZE: TokenizeBody,
-    Route.DETOKENIZE: DetokenizeBody,
+BODIES: Mapping[BodyRoute, type[BaseModel]] = {
+    BodyRoute.CHAT: ChatBody,
+    BodyRoute.COMPLETION: CompletionBody,
+    BodyRoute.TOKENIZE: TokenizeBody,
+    BodyRoute.DETOKENIZE: DetokenizeBody,
 }
 
 
@@ -89,12 +89,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     names: list[str] | None = None
     text: str = ""
 
-    def body(self, route: Route) -> Any:
+    def body(self, route: BodyRoute) -> Any:
         """The fields as a body of the route's kind."""
         return BODIES[route].model_validate_json(self.fields)
 
 
-def prepare(route: Route, data: bytes, text: TextSide, limits: TextLimits) -> Prepared:
+def prepare(route: BodyRoute, data: bytes, text: TextTools, limits: TextLimits) -> Prepared:
     """Read a body and turn its text into ids. RequestError names the field at fault."""
     body = parse_body(BODIES[route], data)
     if isinstance(body, ChatBody):
@@ -124,7 +124,7 @@ def _fields(body: BaseModel) -> bytes:
     return msgspec.json.encode(rest | _STAND_INS.get(type(body), {}))
 
 
-def _prompts(body: CompletionBody, text: TextSide, limits: TextLimits) -> list[EncodedPrompt]:
+def _prompts(body: CompletionBody, text: TextTools, limits: TextLimits) -> list[EncodedPrompt]:
     prompt = whole(body.prompt)
     one = isinstance(prompt, str) or (
         isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
@@ -152,7 +152,7 @@ def _prompts(body: CompletionBody, text: TextSide, limits: TextLimits) -> list[E
 
 
 def _plain_ids(
-    prompt: str, text: TextSide, limits: TextLimits, *, add_special_tokens: bool
+    prompt: str, text: TextTools, limits: TextLimits, *, add_special_tokens: bool
 ) -> list[int]:
     _check_chars(prompt, "prompt", text, limits)
     ids = text.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -161,7 +161,7 @@ def _plain_ids(
     return ids
 
 
-def _chat_ids(body: ChatBody | TokenizeBody, text: TextSide, limits: TextLimits) -> list[int]:
+def _chat_ids(body: ChatBody | TokenizeBody, text: TextTools, limits: TextLimits) -> list[int]:
     template = text.template
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
@@ -195,7 +195,7 @@ def _values(value: Any, most: int) -> Iterator[None]:
             waiting.extend(one)
 
 
-def _check_chars(prompt: str, param: str, text: TextSide, limits: TextLimits) -> None:
+def _check_chars(prompt: str, param: str, text: TextTools, limits: TextLimits) -> None:
     """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
     limit = limits.max_model_len
     if len(prompt) > text.tokenizer.most_chars(limit):

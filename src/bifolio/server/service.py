@@ -12,7 +12,7 @@ from bifolio.errors import EngineDeadError, RequestError
 from bifolio.process.client import EngineClient
 from bifolio.request import SamplingParams, context_exceeded
 from bifolio.server.error_responses import MODEL_NOT_FOUND
-from bifolio.server.prepare import Prepared, Route, TextLimits
+from bifolio.server.prepare import BodyRoute, Prepared, TextLimits
 from bifolio.server.server_metrics import ServerMetrics
 from bifolio.server.streams import while_connected
 from bifolio.server.text_pool import TextService
@@ -75,7 +75,7 @@ class Service:
                 MODEL_NOT_FOUND,
             )
 
-    async def prepare(self, route: Route, data: bytes, request: Request) -> Prepared:
+    async def prepare(self, route: BodyRoute, data: bytes, request: Request) -> Prepared:
         """Read a body and turn its text into ids, in a text process, while the client waits."""
         hello = self.engine.hello
         client = tenant_of(request) or ("" if request.client is None else request.client.host)

@@ -23,8 +23,15 @@ import msgspec
 from bifolio import errors
 from bifolio.errors import BifolioError, ConfigError, EngineDeadError, RequestError
 from bifolio.process.channel import HEADER_BYTES, frame
-from bifolio.server.prepare import Prepared, Route, TextLimits
-from bifolio.server.text_worker import Job, LoadText, TextDone, TextFailed, TextMessage, TextReady
+from bifolio.server.prepare import BodyRoute, Prepared, TextLimits
+from bifolio.server.text_worker import (
+    LoadText,
+    TextDone,
+    TextFailed,
+    TextJob,
+    TextMessage,
+    TextReady,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +61,9 @@ class TextService(Protocol):
     def template(self) -> str | None:
         """The text of the chat template, if the model has one."""
 
-    async def prepare(self, route: Route, data: bytes, limits: TextLimits, client: str) -> Prepared:
+    async def prepare(
+        self, route: BodyRoute, data: bytes, limits: TextLimits, client: str
+    ) -> Prepared:
         """See `TextPool.prepare`."""
 
 
@@ -62,7 +71,7 @@ class TextService(Protocol):
 class _Waiting:
     """A job and whoever waits for it."""
 
-    job: Job
+    job: TextJob
     client: str
     result: asyncio.Future[Prepared]
     timer: asyncio.TimerHandle | None = None
@@ -89,7 +98,7 @@ class _Worker:
     running: _Waiting | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
-    def send(self, message: LoadText | Job) -> None:
+    def send(self, message: LoadText | TextJob) -> None:
         self.writer.write(frame(msgspec.msgpack.encode(message)))
 
     async def receive(self) -> TextMessage:
@@ -167,7 +176,9 @@ class TextPool:
         for process in self._ending.union(worker.process for worker in workers):
             await asyncio.to_thread(process.wait)
 
-    async def prepare(self, route: Route, data: bytes, limits: TextLimits, client: str) -> Prepared:
+    async def prepare(
+        self, route: BodyRoute, data: bytes, limits: TextLimits, client: str
+    ) -> Prepared:
         """Read a body. Cancelling this ends the job, running or not.
 
         `client` is whoever sent it. RequestError: the body is wrong, or takes more time or memory
@@ -176,7 +187,7 @@ class TextPool:
         if self._stopped:
             raise EngineDeadError("the server is shutting down")
         future: asyncio.Future[Prepared] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(Job(route, data, limits), client, future)
+        waiting = _Waiting(TextJob(route, data, limits), client, future)
         self._waiting.append(waiting)
         self._dispatch()
         try:

@@ -22,8 +22,8 @@ import msgspec
 from bifolio.checkpoint.gguf import GGUFFile
 from bifolio.errors import BifolioError, RequestError
 from bifolio.process.channel import Channel
-from bifolio.server.prepare import Prepared, Route, TextLimits, prepare
-from bifolio.text.tokenizer_files import TextSide, load_text_side
+from bifolio.server.prepare import BodyRoute, Prepared, TextLimits, prepare
+from bifolio.text.tokenizer_files import TextTools, load_text_side
 
 LOAD_BYTES = 3 * 2**30
 """Most memory that loading a tokenizer and a template may take."""
@@ -44,10 +44,10 @@ class LoadText(msgspec.Struct, frozen=True, tag=True):
     chat_template: str = ""
 
 
-class Job(msgspec.Struct, frozen=True, tag=True):
+class TextJob(msgspec.Struct, frozen=True, tag=True):
     """One request body."""
 
-    route: Route
+    route: BodyRoute
     data: bytes
     limits: TextLimits
 
@@ -79,7 +79,7 @@ class TextDone(msgspec.Struct, frozen=True, tag=True):
 TextMessage = TextReady | TextFailed | TextDone
 
 
-def _load(order: LoadText) -> TextSide:
+def _load(order: LoadText) -> TextTools:
     path = Path(order.path)
     return load_text_side(GGUFFile(path).metadata if path.is_file() else path, order.chat_template)
 
@@ -111,8 +111,8 @@ def _failed(error: Exception, worn: bool) -> TextFailed:
     return TextFailed("BifolioError", "internal error", worn=worn)
 
 
-def _run(channel: Channel[LoadText | Job]) -> None:
-    text: TextSide | None = None
+def _run(channel: Channel[LoadText | TextJob]) -> None:
+    text: TextTools | None = None
     grown = sys.maxsize
     while True:
         for message in channel.receive(3600.0):
@@ -153,8 +153,8 @@ def main(fd: int) -> int:
     with contextlib.suppress(OSError, AttributeError):  # not Linux: the channel tells it later
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    decoder = msgspec.msgpack.Decoder(LoadText | Job)
-    channel: Channel[LoadText | Job] = Channel(socket.socket(fileno=fd), decoder)
+    decoder = msgspec.msgpack.Decoder(LoadText | TextJob)
+    channel: Channel[LoadText | TextJob] = Channel(socket.socket(fileno=fd), decoder)
     with contextlib.suppress(EOFError):
         _run(channel)
     return 0

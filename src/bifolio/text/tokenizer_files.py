@@ -32,14 +32,14 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
-class TextSide:
+class TextTools:
     """What turns messages into token ids and token ids into text."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
 
-def load_text_side(source: Path | Mapping[str, Any], chat_template: str = "") -> TextSide:
+def load_text_side(source: Path | Mapping[str, Any], chat_template: str = "") -> TextTools:
     """Tokenizer and template of a checkpoint folder, or of the metadata of a GGUF file.
 
     `chat_template` is a file, or a template's text, that goes before the model's own. The control
@@ -50,7 +50,7 @@ def load_text_side(source: Path | Mapping[str, Any], chat_template: str = "") ->
     found = _template_in_folder(source) if isinstance(source, Path) else _template_in_gguf(source)
     if chat_template:
         found = _given_template(chat_template)
-    return TextSide(tokenizer, None if found is None else compile_template(found, tokenizer))
+    return TextTools(tokenizer, None if found is None else compile_template(found, tokenizer))
 
 
 def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:

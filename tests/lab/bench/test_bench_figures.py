@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bifolio.lab.bench.dispatch import Ask
+from bifolio.lab.bench.dispatch import PlannedRequest
 from bifolio.lab.bench.figures import Goals, Spread, figures_of
 from bifolio.lab.bench.load_session import LoadPoint, Run
 from bifolio.lab.bench.paired import paired_ratio
@@ -16,7 +16,7 @@ from bifolio.lab.bench.target import Counters, Gauges, Observation
 
 
 def record(i=0, start=0.0, arrivals=(1.0, 2.0, 3.0), counts=(1, 1, 1)):
-    made = Record(Ask(f"r{i}", i, 0, [1] * 10, sum(counts), start), start=start)
+    made = Record(PlannedRequest(f"r{i}", i, 0, [1] * 10, sum(counts), start), start=start)
     made.prompt_tokens, made.output_tokens = 10, sum(counts)
     made.arrivals, made.counts = list(arrivals), list(counts)
     made.first, made.last, made.end = arrivals[0], arrivals[-1], arrivals[-1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bifolio.lab.bench.bench_progress import RunProgress, Step
+from bifolio.lab.bench.bench_progress import ProgressStep, RunProgress
 from bifolio.lab.bench.figures import Goals
 from bifolio.lab.bench.lengths import Lengths
 from bifolio.lab.bench.load_session import LoadPoint, Plan
@@ -22,7 +22,9 @@ class Clock:
 
 
 def step(target, load, requests=4, tokens=400.0, **fields):
-    return Step(f"{target} {load}", requests, tokens, ((target, load), (load,), ()), **fields)
+    return ProgressStep(
+        f"{target} {load}", requests, tokens, ((target, load), (load,), ()), **fields
+    )
 
 
 def play(steps, seconds, **fields):

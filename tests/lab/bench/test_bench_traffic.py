@@ -14,7 +14,7 @@ from bifolio.lab.bench.dispatch import Dispatcher
 from bifolio.lab.bench.figures import Goals
 from bifolio.lab.bench.lengths import Lengths
 from bifolio.lab.bench.load_session import LoadPoint, Plan, derived_seed
-from bifolio.lab.bench.traffic import Ids, Replay, Session, Synthetic, Turn, poisson_arrivals
+from bifolio.lab.bench.traffic import Ids, Replay, Synthetic, TrafficSession, Turn, poisson_arrivals
 from bifolio.lab.plan.planned_workload import TracedRequest, read_requests
 
 IDS = Ids(1000)
@@ -109,7 +109,7 @@ def test_published_traces_are_read_whole(name, rows, seconds):
 
 
 def test_poisson_arrivals_have_their_rate():
-    sessions = [Session((Turn([1], 1),))] * 4001
+    sessions = [TrafficSession((Turn([1], 1),))] * 4001
     times = [s.at for s in poisson_arrivals(sessions, 5.0, 1)]
     assert times[0] == 0.0
     assert times == sorted(times)
@@ -122,7 +122,7 @@ def test_poisson_arrivals_have_their_rate():
     data=st.data(),
 )
 def test_a_closed_loop_never_has_more_open_and_sends_every_turn(turns, concurrency, data):
-    sessions = [Session(tuple(Turn([i], 1) for i in range(n))) for n in turns]
+    sessions = [TrafficSession(tuple(Turn([i], 1) for i in range(n))) for n in turns]
     dispatcher, now, open_asks, sent = Dispatcher(sessions, concurrency, "x"), 0.0, [], 0
     while not dispatcher.done:
         asks = dispatcher.due(now)
@@ -139,7 +139,9 @@ def test_a_closed_loop_never_has_more_open_and_sends_every_turn(turns, concurren
 
 def test_an_open_loop_sends_at_the_arrivals_and_later_turns_after_their_gap():
     turns = (Turn([1, 2], 3), Turn([3], 3, gap=5.0))
-    dispatcher = Dispatcher([Session(turns, at=0.0), Session(turns[:1], at=2.0)], None, "x")
+    dispatcher = Dispatcher(
+        [TrafficSession(turns, at=0.0), TrafficSession(turns[:1], at=2.0)], None, "x"
+    )
     (first,) = dispatcher.due(0.0)
     assert dispatcher.next_at == 2.0
     dispatcher.ended(first, 1.0, [8, 9])

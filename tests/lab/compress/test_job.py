@@ -24,10 +24,10 @@ from bifolio.lab.compress.catalogue import catalogue
 from bifolio.lab.compress.error_report import OutputDistance
 from bifolio.lab.compress.forecast import forecast
 from bifolio.lab.compress.job import REPORT
-from bifolio.lab.compress.layout import held_in_bf16, lay_out
 from bifolio.lab.compress.output_files import TensorFile
 from bifolio.lab.compress.quantization_config import ignored
-from bifolio.lab.compress.recipe import Method, Only, Recipe
+from bifolio.lab.compress.recipe import CompressedPart, Method, Recipe
+from bifolio.lab.compress.shard_layout import held_in_bf16, lay_out
 from bifolio.lab.compress.source_model import SourceModel
 from bifolio.lab.plan.presets import PRESETS
 from bifolio.lab.plan.shapes import mtp_weights, served_weights
@@ -115,7 +115,7 @@ def test_block_fp8_with_experts_like_kimis_has_the_size_of_the_arithmetic(tmp_pa
     of 2 B for 32, and 16 B for the shape. What stays goes from fp8 to bf16."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 12}
     source = write_block_fp8(tmp_path / "source", **sizes, n_shared_experts=1)
-    report = compress(source, tmp_path / "small", "int4:g32", only=Only.EXPERTS)
+    report = compress(source, tmp_path / "small", "int4:g32", only=CompressedPart.EXPERTS)
     experts = next(kind for kind in report.kinds if kind.kind == "routed_experts")
     matrices, numbers = 3 * 12 * 3, 256 * 128
     assert experts.before == matrices * (numbers + 4 * 2)
@@ -142,7 +142,7 @@ def test_another_recipe_does_not_go_on_with_what_is_there(tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
 def test_only_the_experts_change_when_only_they_are_asked_for(family: str, tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", family)
-    report = compress(source, tmp_path / "small", "int4:g32", only=Only.EXPERTS)
+    report = compress(source, tmp_path / "small", "int4:g32", only=CompressedPart.EXPERTS)
     before = SourceModel(resolve_source(str(source)))
     after = SourceModel(resolve_source(str(tmp_path / "small")))
     for name, shape in before.shapes.items():
@@ -254,7 +254,7 @@ def _no_space(*_arguments: object) -> None:
 def test_glm_in_int4_has_the_published_size() -> None:
     """705 GB in fp8 and 421 GB in int4 are published, both GiB; the planner's bound is 3 %."""
     spec, stored = read_checkpoint(PRESETS["glm-5.2"].config)
-    report = forecast(spec, stored, Recipe(INT4, only=Only.EXPERTS))
+    report = forecast(spec, stored, Recipe(INT4, only=CompressedPart.EXPERTS))
     assert report.file_bytes / 2**30 == pytest.approx(421, rel=0.005)
     assert report.bytes_before / 2**30 == pytest.approx(705, rel=0.005)
 
@@ -263,7 +263,7 @@ def test_kimi_in_int4_is_as_large_as_its_published_form() -> None:
     """As published, its experts are int4 in groups of 32: only shapes are stored in addition."""
     spec, stored = read_checkpoint(PRESETS["kimi-k2.6"].config)
     spec = replace(spec, layers=5, windows=(None,) * 5)
-    report = forecast(spec, stored, Recipe(INT4, only=Only.EXPERTS))
+    report = forecast(spec, stored, Recipe(INT4, only=CompressedPart.EXPERTS))
     shapes = 4 * 384 * 3 * 16
     assert report.bytes_after - report.bytes_before == shapes
 
@@ -279,7 +279,7 @@ def test_ignored_names_are_patterns_where_layers_agree() -> None:
     spec, _ = read_checkpoint(PRESETS["kimi-k2.6"].config)
     spec = replace(spec, layers=4, windows=(None,) * 4)
     entries = catalogue(spec)
-    shards = lay_out(entries, held_in_bf16(entries), Recipe(INT4, only=Only.EXPERTS))
+    shards = lay_out(entries, held_in_bf16(entries), Recipe(INT4, only=CompressedPart.EXPERTS))
     found = ignored((p for s in shards for u in s.units for p in u.pieces), "language_model.")
     assert len(found) < 20
     assert "language_model.lm_head" in found and "re:.*\\.self_attn\\.kv_b_proj$" in found

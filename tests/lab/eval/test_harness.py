@@ -19,7 +19,7 @@ TOKENS = 512
 
 
 @dataclass
-class Asked:
+class TaskOptions:
     """As lm-eval's Instance."""
 
     args: tuple[Any, ...]
@@ -58,28 +58,28 @@ def test_a_generated_answer_is_greedy_when_it_is_forced_and_another_is_not(folde
 
 def test_answers_end_before_the_first_stop_text(model: HarnessModel) -> None:
     options = {"max_gen_toks": 12, "until": []}
-    (whole,) = model.generate_until([Asked(("the river", options))])
+    (whole,) = model.generate_until([TaskOptions(("the river", options))])
     stop = whole[5:7]
-    (cut,) = model.generate_until([Asked(("the river", options | {"until": [stop]}))])
+    (cut,) = model.generate_until([TaskOptions(("the river", options | {"until": [stop]}))])
     assert cut == whole[: whole.index(stop)]
 
 
 def test_the_likelihood_of_two_parts_is_that_of_the_whole(model: HarnessModel) -> None:
     context, rest = "the capital of the country", " is in the north"
-    ((first, _),) = model.loglikelihood([Asked((context, " is in"))])
-    ((second, _),) = model.loglikelihood([Asked((context + " is in", " the north"))])
-    ((whole, _),) = model.loglikelihood([Asked((context, rest))])
+    ((first, _),) = model.loglikelihood([TaskOptions((context, " is in"))])
+    ((second, _),) = model.loglikelihood([TaskOptions((context + " is in", " the north"))])
+    ((whole, _),) = model.loglikelihood([TaskOptions((context, rest))])
     assert whole == pytest.approx(first + second, abs=1e-4)
 
 
 def test_rolling_likelihood_covers_every_token_of_a_long_text(model: HarnessModel) -> None:
     text = "the river runs to the sea and " * 120
-    short, long = model.loglikelihood_rolling([Asked(("the river",)), Asked((text,))])
+    short, long = model.loglikelihood_rolling([TaskOptions(("the river",)), TaskOptions((text,))])
     assert long < 20 * short < 0
 
 
 def test_prompt_ids_are_kept_by_task_and_document(model: HarnessModel) -> None:
-    model.loglikelihood([Asked(("the sea", " is"), "seas", 7)])
+    model.loglikelihood([TaskOptions(("the sea", " is"), "seas", 7)])
     assert model.prompts["seas", 7] == tuple(ids_of(model, "the sea"))
 
 
@@ -89,9 +89,9 @@ def ids_of(model: HarnessModel, text: str) -> list[int]:
 
 def test_what_cannot_be_compared_is_refused(model: HarnessModel) -> None:
     with pytest.raises(ConfigError, match="only greedy"):
-        model.generate_until([Asked(("a", {"temperature": 0.7}))])
+        model.generate_until([TaskOptions(("a", {"temperature": 0.7}))])
     with pytest.raises(ConfigError, match="the model knows 512"):
-        model.generate_until([Asked(("a" * 600, {}))])
+        model.generate_until([TaskOptions(("a" * 600, {}))])
     with pytest.raises(ConfigError, match="no local task 'nothing'"):
         local_config("nothing", Path())
 

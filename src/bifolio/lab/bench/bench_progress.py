@@ -13,7 +13,7 @@ Report = Callable[[str, int, int, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgressStep:
     """One run to come: its size, `tokens` in and out, and what it is like.
 
     `alike` names groups of runs that take about the same time per token, the closest first.
@@ -49,13 +49,13 @@ class RunProgress:
     ) -> None:
         self._report = report
         self._clock = clock
-        self._todo: deque[Step] = deque()
+        self._todo: deque[ProgressStep] = deque()
         self._more = False
         self._paces: defaultdict[Hashable, _Pace] = defaultdict(_Pace)
         self._finished = self._total = self._answered = 0
         self._began = 0.0
 
-    def plan(self, steps: Iterable[Step], *, more: bool = False) -> None:
+    def plan(self, steps: Iterable[ProgressStep], *, more: bool = False) -> None:
         """Add runs to come; `more`: others may follow, so the end is not known yet."""
         added = list(steps)
         self._todo += added
@@ -101,7 +101,7 @@ class RunProgress:
                 left -= seconds * self._answered / step.requests
         return left
 
-    def _seconds(self, step: Step, own: float | None) -> float | None:
+    def _seconds(self, step: ProgressStep, own: float | None) -> float | None:
         pace = next(
             (
                 found.seconds / found.tokens

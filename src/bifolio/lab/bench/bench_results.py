@@ -30,7 +30,7 @@ BUSY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SoloSpeed:
     """Tokens a second of one request at a time: of prefill, and of decode."""
 
     prompt: int
@@ -57,7 +57,7 @@ class Results:
     runs: Sequence[Run]
     points: Sequence[Point] = field(init=False)
     sweeps: Mapping[str, Sweep] = field(init=False)
-    alone: Mapping[str, Alone] = field(init=False)
+    alone: Mapping[str, SoloSpeed] = field(init=False)
     comparisons: Sequence[LoadComparison] = field(init=False)
     peaks: Mapping[str, Ratio | None] = field(init=False)
     """Peak against the first target's peak."""
@@ -155,7 +155,7 @@ def _comparisons(points: Sequence[Point], first: str) -> list[LoadComparison]:
     ]
 
 
-def _alone(points: Sequence[Point]) -> dict[str, Alone]:
+def _alone(points: Sequence[Point]) -> dict[str, SoloSpeed]:
     found = {}
     for point in points:
         if point.part == ALONE:
@@ -163,7 +163,7 @@ def _alone(points: Sequence[Point]) -> dict[str, Alone]:
             speeds = [speeds_alone(run.figures) for run in runs]
             prompt = len(point.runs[0].seen.records[0].ask.prompt)
             prefill, decode = (Value.of([pair[side] for pair in speeds]) for side in (0, 1))
-            found[point.target] = Alone(prompt, prefill, decode)
+            found[point.target] = SoloSpeed(prompt, prefill, decode)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from bifolio.lab.bench.dispatch import Ask
+from bifolio.lab.bench.dispatch import PlannedRequest
 from bifolio.lab.bench.filler_words import text_of
 
 
@@ -36,7 +36,7 @@ class Dialect:
     limit: str = "max_tokens"
     """Name of the field for the length of the answer."""
 
-    def body(self, model: str, ask: Ask, answers: Sequence[str] = ()) -> bytes:
+    def body(self, model: str, ask: PlannedRequest, answers: Sequence[str] = ()) -> bytes:
         """A request for exactly `ask.output` tokens, streamed, with usage.
 
         `answers` are those to the earlier turns of a conversation.
@@ -75,7 +75,7 @@ def dialects(kind: EndpointType) -> list[Dialect]:
     return found
 
 
-def _messages(ask: Ask, answers: Sequence[str]) -> list[dict[str, str]]:
+def _messages(ask: PlannedRequest, answers: Sequence[str]) -> list[dict[str, str]]:
     messages = []
     for i, ids in enumerate(ask.turns):
         messages.append({"role": "user", "content": text_of(ids)})

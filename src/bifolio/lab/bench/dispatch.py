@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bifolio.lab.bench.traffic import Session
+from bifolio.lab.bench.traffic import TrafficSession
 
 
 @dataclass(slots=True)
-class Ask:
+class PlannedRequest:
     """A request to send. `due` is when it should leave, in seconds since the start of the run."""
 
     id: str
@@ -31,7 +31,7 @@ class Ask:
 
 @dataclass(slots=True)
 class _Talk:
-    session: Session
+    session: TrafficSession
     turn: int = 0
     history: list[int] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[TrafficSession],
         concurrency: int | None,
         label: str,
         on_end: Callable[[], None] = lambda: None,
@@ -75,7 +75,7 @@ class Dispatcher:
         """Whether every session has ended."""
         return not self._due and not self._waiting and self._open == 0
 
-    def due(self, now: float) -> list[Ask]:
+    def due(self, now: float) -> list[PlannedRequest]:
         """What has to be sent by `now`, in order."""
         asks = []
         while self._due and self._due[0][0] <= now:
@@ -86,10 +86,12 @@ class Dispatcher:
             self._open += 1
             name = f"{self._label}-{i}-{talk.turn}"
             said = [earlier.ids for earlier in talk.session.turns[: talk.turn + 1]]
-            asks.append(Ask(name, i, talk.turn, list(talk.history), turn.output, at, said))
+            asks.append(
+                PlannedRequest(name, i, talk.turn, list(talk.history), turn.output, at, said)
+            )
         return asks
 
-    def ended(self, ask: Ask, now: float, answer: Sequence[int] | None) -> None:
+    def ended(self, ask: PlannedRequest, now: float, answer: Sequence[int] | None) -> None:
         """An answer has come whole: its token ids, or None where the request failed."""
         self._open -= 1
         self._on_end()

@@ -12,7 +12,7 @@ import orjson
 
 from bifolio.errors import ConfigError
 from bifolio.lab.bench.dialect import Dialect, EndpointType, dialects
-from bifolio.lab.bench.dispatch import Ask, Dispatcher
+from bifolio.lab.bench.dispatch import Dispatcher, PlannedRequest
 from bifolio.lab.bench.load_client import LoadClient, LoadClientError, Response
 from bifolio.lab.bench.prometheus import ScrapedMetrics, read_metrics
 from bifolio.lab.bench.record import FailureKind, Record, RequestFailure
@@ -136,10 +136,10 @@ class Endpoint:
             f"{self._wire.url} does not answer POST {self._kind.path} with {what}: {refusals[-1]}"
         )
 
-    def _probe(self, times: int) -> Ask:
+    def _probe(self, times: int) -> PlannedRequest:
         """A request for four tokens; the ids of its prompt are repeated so many times."""
         ids = _probe_ids(self._description.vocab) * times
-        return Ask("probe", 0, 0, ids, 4, 0.0, [ids])
+        return PlannedRequest("probe", 0, 0, ids, 4, 0.0, [ids])
 
     async def _measure_template(self, probed: int) -> None:
         """How many tokens the server puts around a message: those may be shared by all prompts.
@@ -190,12 +190,14 @@ class Endpoint:
             unsent=dispatcher.unsent,
         )
 
-    async def answer(self, ask: Ask, began: float, answers: Sequence[str]) -> tuple[Record, Stream]:
+    async def answer(
+        self, ask: PlannedRequest, began: float, answers: Sequence[str]
+    ) -> tuple[Record, Stream]:
         """Send one request, `answers` being those of its earlier turns."""
         return await self._one(ask, self._dialect, began, answers)
 
     async def _one(
-        self, ask: Ask, dialect: Dialect, began: float, answers: Sequence[str] = ()
+        self, ask: PlannedRequest, dialect: Dialect, began: float, answers: Sequence[str] = ()
     ) -> tuple[Record, Stream]:
         body = dialect.body(self._description.model, ask, answers)
         words = self._kind is EndpointType.CHAT
@@ -298,7 +300,7 @@ class _Load:
         except TimeoutError:
             pass
 
-    async def _send(self, ask: Ask) -> None:
+    async def _send(self, ask: PlannedRequest) -> None:
         answers = self._answers.setdefault(ask.session, [])
         record, stream = await self._endpoint.answer(ask, self._began, answers)
         self._records.append(record)

@@ -7,7 +7,7 @@ import time
 from bifolio.config import EngineConfig
 from bifolio.engine.engine import Engine, Progress
 from bifolio.errors import BifolioError
-from bifolio.lab.bench.dispatch import Ask, Dispatcher
+from bifolio.lab.bench.dispatch import Dispatcher, PlannedRequest
 from bifolio.lab.bench.record import FailureKind, Record, RequestFailure
 from bifolio.lab.bench.target import Counters, Description, Gauges, Observation, Peaks
 from bifolio.request import FinishReason, Output, Request, SamplingParams
@@ -42,7 +42,7 @@ class InProcess:
 
     def run(self, dispatcher: Dispatcher) -> Observation:
         """Step until the dispatcher has nothing more."""
-        run = _Run(self.engine, dispatcher)
+        run = _EngineRun(self.engine, dispatcher)
         before = self._counters()
         start_ns = time.time_ns()
         run.until_done()
@@ -65,7 +65,7 @@ class InProcess:
         self.engine.close()
 
 
-class _Run:
+class _EngineRun:
     def __init__(self, engine: Engine, dispatcher: Dispatcher) -> None:
         self._engine = engine
         self._dispatcher = dispatcher
@@ -89,7 +89,7 @@ class _Run:
             elif (at := self._dispatcher.next_at) is not None:
                 time.sleep(max(0.0, at - self._now()))
 
-    def _add(self, ask: Ask) -> None:
+    def _add(self, ask: PlannedRequest) -> None:
         # The wait for the end of a step is the engine's, so the clock starts when it was due.
         record = Record(ask, start=ask.due, counts=[])
         self.records.append(record)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bifolio.lab.bench.bench_progress import RunProgress, Step
+from bifolio.lab.bench.bench_progress import ProgressStep, RunProgress
 from bifolio.lab.bench.dispatch import Dispatcher
 from bifolio.lab.bench.figures import Figures, Goals, figures_of
 from bifolio.lab.bench.lengths import Lengths
 from bifolio.lab.bench.target import Observation, Target
-from bifolio.lab.bench.traffic import Ids, Session, Synthetic, TrafficSpec, poisson_arrivals
+from bifolio.lab.bench.traffic import Ids, Synthetic, TrafficSession, TrafficSpec, poisson_arrivals
 
 _WARM_PROMPT, _WARM_OUTPUT = 64, 4
 
@@ -59,18 +59,18 @@ class Plan:
             return self.requests
         return max(4, self.waves * load.concurrency) if load.concurrency else 32
 
-    def sessions(self, load: LoadPoint, repeat: int, vocab: int) -> list[Session]:
+    def sessions(self, load: LoadPoint, repeat: int, vocab: int) -> list[TrafficSession]:
         """The sessions of one run. Another step, repeat or seed has other prompts."""
         seed = derived_seed(self.seed, load.name, repeat)
         made = self.workload.sessions(self.count(load), Ids(vocab), seed)
         return poisson_arrivals(made, load.rate, seed) if load.rate is not None else made
 
-    def step(self, load: LoadPoint, note: str, target: str = "", part: str = "") -> Step:
+    def step(self, load: LoadPoint, note: str, target: str = "", part: str = "") -> ProgressStep:
         """A run of a load, to be planned: runs of one target, part and load are the most alike."""
         count = self.count(load)
         requests, tokens = self.workload.size(count)
         where = f"{part} {load.name}".strip()
-        return Step(
+        return ProgressStep(
             name=f"{target}: {where}, {note}" if target else f"{where}, {note}",
             requests=requests,
             tokens=tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from bifolio.lab.bench.dispatch import Ask
+from bifolio.lab.bench.dispatch import PlannedRequest
 
 
 class FailureKind(StrEnum):
@@ -38,7 +38,7 @@ class Record:
     not, or where its numbers do not add up to its own total (then `contradictory`).
     """
 
-    ask: Ask
+    ask: PlannedRequest
     start: float
     words: bool = False
     """Whether the prompt went out as words in a chat template, and not as token ids."""

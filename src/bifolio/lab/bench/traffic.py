@@ -30,7 +30,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class TrafficSession:
     """One conversation; most have one turn. `at` is its arrival in seconds, for open loops."""
 
     turns: tuple[Turn, ...]
@@ -48,7 +48,7 @@ class TrafficSpec(Protocol):
     def size(self, count: int) -> tuple[int, float]:
         """Requests of `count` sessions, and about how many new tokens go in and out."""
 
-    def sessions(self, count: int, ids: Ids, seed: int) -> list[Session]: ...
+    def sessions(self, count: int, ids: Ids, seed: int) -> list[TrafficSession]: ...
 
 
 class Ids:
@@ -103,7 +103,7 @@ class Synthetic:
         turn = self.prompt.mean + self.output.mean
         return count * self.turns, count * (self.prefix + self.turns * turn)
 
-    def sessions(self, count: int, ids: Ids, seed: int) -> list[Session]:
+    def sessions(self, count: int, ids: Ids, seed: int) -> list[TrafficSession]:
         """`count` sessions, the same for the same seed."""
         rng = random.Random(seed)
         prefixes = [ids.draw(self.prefix, rng) for _ in range(self.groups)]
@@ -114,7 +114,7 @@ class Synthetic:
                 own = ids.draw(self.prompt.draw(rng), rng)
                 begin = prefixes[i % self.groups] if k == 0 else []
                 turns.append(Turn(begin + own, self.output.draw(rng), self.gap if k else 0.0))
-            made.append(Session(tuple(turns)))
+            made.append(TrafficSession(tuple(turns)))
         return made
 
 
@@ -155,7 +155,7 @@ class Replay:
         kept = self.kept[:count]
         return len(kept), sum(row.prompt + row.output for row in kept)
 
-    def sessions(self, count: int, ids: Ids, seed: int) -> list[Session]:
+    def sessions(self, count: int, ids: Ids, seed: int) -> list[TrafficSession]:
         """The first `count` requests of the trace, of those that are kept."""
         kept = self.kept[:count]
         if not kept:
@@ -166,7 +166,7 @@ class Replay:
         start = kept[0].arrival or 0.0
         rng = random.Random(seed)
         return [
-            Session(
+            TrafficSession(
                 (Turn(self._prompt(row, ids, seed, rng), row.output),),
                 at=((row.arrival or 0.0) - start) / self.speed,
             )
@@ -183,8 +183,10 @@ class Replay:
         return prompt[: row.prompt] + ids.draw(max(0, rest), rng)
 
 
-def poisson_arrivals(sessions: Sequence[Session], rate: float, seed: int) -> list[Session]:
+def poisson_arrivals(
+    sessions: Sequence[TrafficSession], rate: float, seed: int
+) -> list[TrafficSession]:
     """The sessions with arrivals of a Poisson process of `rate` a second, the first at once."""
     rng = random.Random(f"{seed}/arrivals")
     times = accumulate((rng.expovariate(rate) for _ in sessions[1:]), initial=0.0)
-    return [Session(s.turns, at) for s, at in zip(sessions, times, strict=True)]
+    return [TrafficSession(s.turns, at) for s, at in zip(sessions, times, strict=True)]

@@ -34,7 +34,7 @@ _LARGEST_POWER = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class ScaleFold:
     """Inputs of size `k` that can be scaled: where they come from, and all who read them.
 
     `divided` are tensors whose rows (elements of a gain) `rows` make the inputs, in order. `tied`
@@ -49,7 +49,7 @@ class Fold:
     repeats: int = 1
 
 
-def folds(layer: LayerTensors, spec: ModelSpec) -> Iterator[Fold]:
+def folds(layer: LayerTensors, spec: ModelSpec) -> Iterator[ScaleFold]:
     """Every fold of a layer."""
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, AttentionTensors):
@@ -69,7 +69,7 @@ def folds(layer: LayerTensors, spec: ModelSpec) -> Iterator[Fold]:
         yield _up(mlp.shared.gate_up, mlp.shared.down)
 
 
-def _of_latent(tensors: LatentTensors, spec: ModelSpec) -> Iterator[Fold]:
+def _of_latent(tensors: LatentTensors, spec: ModelSpec) -> Iterator[ScaleFold]:
     mla, indexer = spec.mla, tensors.indexer
     assert mla is not None
     first = tensors.q_b if tensors.q_a is None else tensors.q_a
@@ -80,28 +80,28 @@ def _of_latent(tensors: LatentTensors, spec: ModelSpec) -> Iterator[Fold]:
         yield _by_gain(tensors.q_norm.part, tensors.q_b.k, (tensors.q_b, *queries))
     head, value = mla.nope + mla.v, torch.arange(mla.v) + mla.nope
     rows = (torch.arange(spec.heads)[:, None] * head + value).flatten()
-    yield Fold(((_weight(tensors.kv_b), rows),), (tensors.output,), tensors.output.k)
+    yield ScaleFold(((_weight(tensors.kv_b), rows),), (tensors.output,), tensors.output.k)
 
 
-def _by_gain(part: str, size: int, readers: tuple[WeightMatrix, ...]) -> Fold:
-    return Fold(((f"{part}.weight", torch.arange(size)),), readers, size)
+def _by_gain(part: str, size: int, readers: tuple[WeightMatrix, ...]) -> ScaleFold:
+    return ScaleFold(((f"{part}.weight", torch.arange(size)),), readers, size)
 
 
-def _up(gate_up: WeightMatrix, down: WeightMatrix) -> Fold:
+def _up(gate_up: WeightMatrix, down: WeightMatrix) -> ScaleFold:
     (part, rows) = gate_up.parts[1]
     divided = [(f"{part}.weight", torch.arange(rows))]
     if gate_up.bias:
         divided.append((f"{part}.bias", torch.arange(rows)))
-    return Fold(tuple(divided), (down,), down.k)
+    return ScaleFold(tuple(divided), (down,), down.k)
 
 
-def _values(tensors: AttentionTensors, spec: ModelSpec) -> Fold:
+def _values(tensors: AttentionTensors, spec: ModelSpec) -> ScaleFold:
     part, rows = tensors.qkv.parts[2]
     divided = [(f"{part}.weight", torch.arange(rows))]
     if tensors.qkv.bias:
         divided.append((f"{part}.bias", torch.arange(rows)))
     repeats = spec.heads // spec.kv_heads
-    return Fold(tuple(divided), (tensors.output,), tensors.output.k, spec.head_dim, repeats)
+    return ScaleFold(tuple(divided), (tensors.output,), tensors.output.k, spec.head_dim, repeats)
 
 
 def _weight(matrix: WeightMatrix) -> str:
@@ -109,7 +109,7 @@ def _weight(matrix: WeightMatrix) -> str:
 
 
 def find_scales(
-    fold: Fold,
+    fold: ScaleFold,
     weights: dict[WeightMatrix, Tensor],
     moments: dict[WeightMatrix, Moments],
     rounded: Callable[[Tensor], Tensor],
@@ -146,14 +146,14 @@ def find_scales(
     return chosen
 
 
-def divisor(fold: Fold, scale_k: Tensor) -> Tensor:
+def divisor(fold: ScaleFold, scale_k: Tensor) -> Tensor:
     """What the rows in `fold.divided` are divided by: one scale for each."""
     if fold.repeats == 1:
         return scale_k
     return scale_k.view(-1, fold.repeats, fold.block)[:, 0].flatten()
 
 
-def _tied(magnitude_k: Tensor, fold: Fold) -> Tensor:
+def _tied(magnitude_k: Tensor, fold: ScaleFold) -> Tensor:
     if fold.repeats == 1:
         return magnitude_k
     heads = magnitude_k.view(-1, fold.repeats, fold.block)

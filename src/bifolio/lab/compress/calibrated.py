@@ -18,16 +18,16 @@ from torch import Tensor
 
 from bifolio.checkpoint.safetensors_folder import DTYPES
 from bifolio.formats import FP32
-from bifolio.lab.compress.awq import Fold, divisor, find_scales, folds
+from bifolio.lab.compress.awq import ScaleFold, divisor, find_scales, folds
 from bifolio.lab.compress.catalogue import catalogue
 from bifolio.lab.compress.coded import Coded
 from bifolio.lab.compress.error_report import MatrixError
 from bifolio.lab.compress.gptq import gptq_codes
 from bifolio.lab.compress.inputs import LayerRunner, Moments, Streams
 from bifolio.lab.compress.job import Emit, RoundToNearest, emit_coded, numbers
-from bifolio.lab.compress.layout import OutputTensor, Unit
 from bifolio.lab.compress.recipe import Method, Recipe
 from bifolio.lab.compress.rtn import fit_grid, round_to_nearest
+from bifolio.lab.compress.shard_layout import OutputTensor, Unit
 from bifolio.lab.compress.source_model import SourceModel
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec.weights import LayerTensors, WeightMatrix
@@ -169,7 +169,7 @@ class Changed:
         self.coded: dict[str, Coded] = {}
         self.shapes = source.shapes
 
-    def fold(self, fold: Fold, scale_k: Tensor) -> None:
+    def fold(self, fold: ScaleFold, scale_k: Tensor) -> None:
         """Divide what makes the inputs by the scales, and multiply what reads them."""
         divide = divisor(fold, scale_k)
         for name, rows in fold.divided:
@@ -207,9 +207,9 @@ class Changed:
         """See `Checkpoint.vector`."""
         return self.numbers(name) if name in self._folded else self._source.vector(name)
 
-    def means_nothing(self, name: str) -> bool:
-        """See `Checkpoint.means_nothing`."""
-        return self._source.means_nothing(name)
+    def is_ignorable(self, name: str) -> bool:
+        """See `Checkpoint.is_ignorable`."""
+        return self._source.is_ignorable(name)
 
 
 def _matrices(layer: LayerTensors) -> Iterator[WeightMatrix]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bifolio.lab.compress.catalogue import Entry
-from bifolio.lab.compress.layout import Shard
 from bifolio.lab.compress.recipe import Recipe
+from bifolio.lab.compress.shard_layout import Shard
 
 
 @dataclass(frozen=True, slots=True)

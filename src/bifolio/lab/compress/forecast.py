@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bifolio.lab.compress.catalogue import catalogue
 from bifolio.lab.compress.error_report import ErrorReport, bytes_by_kind, kept_layers
-from bifolio.lab.compress.layout import held_in_bf16, lay_out
 from bifolio.lab.compress.output_files import file_bytes
 from bifolio.lab.compress.recipe import Recipe
+from bifolio.lab.compress.shard_layout import held_in_bf16, lay_out
 from bifolio.lab.plan.shapes import mtp_weights, served_weights
 from bifolio.lab.plan.storage import Storage
 from bifolio.spec import ModelSpec

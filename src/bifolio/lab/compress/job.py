@@ -30,11 +30,11 @@ from bifolio.lab.compress.error_report import (
     kept_layers,
     layer_errors,
 )
-from bifolio.lab.compress.layout import OTHER, OutputTensor, Unit, lay_out
 from bifolio.lab.compress.output_files import TensorFile, file_bytes, write_index, write_json
 from bifolio.lab.compress.quantization_config import compressed_config
 from bifolio.lab.compress.recipe import Recipe
 from bifolio.lab.compress.rtn import round_to_nearest
+from bifolio.lab.compress.shard_layout import OTHER, OutputTensor, Unit, lay_out
 from bifolio.lab.compress.source_model import SourceModel
 
 REPORT = "compress-report.json"
@@ -111,7 +111,7 @@ def numbers(piece: OutputTensor) -> int:
     return count
 
 
-class Job:
+class CompressionJob:
     """One source, one recipe, one target folder."""
 
     def __init__(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bifolio.checkpoint.safetensors_folder import DTYPES, INDEX, ITEM_BYTES
 from bifolio.lab.compress.coded import Stored
-from bifolio.lab.compress.layout import Shard
+from bifolio.lab.compress.shard_layout import Shard
 
 _ALIGN = 8
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
-from bifolio.lab.compress.layout import CACHE_SCALES, OTHER, OutputTensor
+from bifolio.lab.compress.shard_layout import CACHE_SCALES, OTHER, OutputTensor
 from bifolio.spec.weights import Kind
 
 _FORMS = {

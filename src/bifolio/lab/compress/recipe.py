@@ -21,7 +21,7 @@ class Method(StrEnum):
     AWQ = "awq"
 
 
-class Only(StrEnum):
+class CompressedPart(StrEnum):
     """A part of the model to which compression can be limited."""
 
     EXPERTS = "experts"
@@ -36,7 +36,7 @@ class Recipe:
 
     weights: WeightFormat
     method: Method = Method.RTN
-    only: Only | None = None
+    only: CompressedPart | None = None
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Recipe:
 
     def why_kept(self, entry: Entry) -> str | None:
         """Why a linear layer stays as it is; None if it does not."""
-        if self.only is Only.EXPERTS and entry.kind is not Kind.ROUTED_EXPERTS:
+        if self.only is CompressedPart.EXPERTS and entry.kind is not Kind.ROUTED_EXPERTS:
             return "--only experts"
         for pattern in self.keep:
             if fnmatchcase(entry.part, pattern):

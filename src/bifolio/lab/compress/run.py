@@ -12,7 +12,7 @@ from bifolio.errors import ConfigError
 from bifolio.lab.compress.calibrated import Calibrated
 from bifolio.lab.compress.calibration_texts import CalibrationTexts
 from bifolio.lab.compress.error_report import ErrorReport, OutputDistance
-from bifolio.lab.compress.job import Compressor, Job, Progress, RoundToNearest
+from bifolio.lab.compress.job import CompressionJob, Compressor, Progress, RoundToNearest
 from bifolio.lab.compress.recipe import Method, Recipe
 from bifolio.lab.compress.source_model import SourceModel
 
@@ -41,7 +41,9 @@ def compress_checkpoint(
             raise ConfigError(f"--method {recipe.method} needs a text: --calibration FILE")
         compressor, inputs = Calibrated(model, recipe, texts.calibration), texts.digest
     with _writing(target):
-        job = Job(model, target, recipe, compressor, inputs=inputs, shard_bytes=shard_bytes)
+        job = CompressionJob(
+            model, target, recipe, compressor, inputs=inputs, shard_bytes=shard_bytes
+        )
         report = job.run(progress)
     if judge is not None:
         progress("measuring", 0, 0)

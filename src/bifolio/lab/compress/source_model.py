@@ -14,7 +14,7 @@ from bifolio.checkpoint.source import ModelSource
 from bifolio.checkpoint.stored_cache_scales import WithoutScales
 from bifolio.checkpoint.stored_weights import StoredWeights
 from bifolio.errors import ConfigError
-from bifolio.lab.compress.layout import Held
+from bifolio.lab.compress.shard_layout import SourceTensor
 from bifolio.quant.dequantize import dequantize
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec.families.registry import FAMILIES
@@ -68,19 +68,19 @@ class SourceModel:
         return "F16" if declared.endswith("float16") and "bf" not in declared else "BF16"
 
     @property
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, SourceTensor]:
         """The language model's tensors and the types in which they are copied.
 
         Biases of zeros that no family has are left out.
         """
         return {
-            name: Held(shape, self._copied(name))
+            name: SourceTensor(shape, self._copied(name))
             for name, shape in self.shapes.items()
-            if not self.means_nothing(name)
+            if not self.is_ignorable(name)
         }
 
     @property
-    def apart(self) -> dict[str, Held]:
+    def apart(self) -> dict[str, SourceTensor]:
         """Tensors of other senses and scales of the cache, copied under their full names."""
         stored = self._files
         names = set(self.scale_names)
@@ -88,7 +88,7 @@ class SourceModel:
             others = (name for name in stored.shapes if not name.startswith(LANGUAGE_MODEL))
             names |= {name for name in others if name not in self.shapes}
         return {
-            name: Held(stored.shapes[name], stored.dtypes[name])
+            name: SourceTensor(stored.shapes[name], stored.dtypes[name])
             for name in stored.shapes
             if name in names
         }
@@ -116,9 +116,9 @@ class SourceModel:
         """See `Checkpoint.vector`."""
         return self._weights.vector(name)
 
-    def means_nothing(self, name: str) -> bool:
-        """See `Checkpoint.means_nothing`."""
-        return self._weights.means_nothing(name)
+    def is_ignorable(self, name: str) -> bool:
+        """See `Checkpoint.is_ignorable`."""
+        return self._weights.is_ignorable(name)
 
     def numbers(self, name: str) -> Tensor:
         """What a matrix means: float32 [n, k]."""

@@ -3,8 +3,8 @@
 What it does: a fresh isolated interpreter (no site packages, empty environment, a temporary folder
 that is removed), limits on processor time, wall time, memory, written bytes, open files and
 processes, no core dumps, and, where the system lets us, a network namespace of its own without any
-network (`Ran.isolated`). Started by root, the code runs as nobody, if nobody can read the standard
-library of this Python. What it starts is killed when it ends.
+network (`SandboxResult.isolated`). Started by root, the code runs as nobody, if nobody can read the
+standard library of this Python. What it starts is killed when it ends.
 
 What it is not: a wall against an attacker. Otherwise the code runs as you and can read what you can
 read; where namespaces are forbidden it can use the network; the limit on processes does not bind
@@ -33,7 +33,7 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class SandboxResult:
     """How it went: `passed` if all of the code ran to its end. `isolated`: it had no network."""
 
     passed: bool
@@ -41,7 +41,9 @@ class Ran:
     isolated: bool
 
 
-def run(code: str, seconds: int = SECONDS, memory: int = MEMORY, grace: int = GRACE) -> Ran:
+def run(
+    code: str, seconds: int = SECONDS, memory: int = MEMORY, grace: int = GRACE
+) -> SandboxResult:
     """Run `code`. It passes by reaching its end without an exception within the limits.
 
     The end is marked by a word that the code is not told, so leaving early (`os._exit(0)`) is no
@@ -63,14 +65,14 @@ def run(code: str, seconds: int = SECONDS, memory: int = MEMORY, grace: int = GR
         try:
             out, _ = child.communicate(json.dumps(order).encode(), timeout=limit)
         except subprocess.TimeoutExpired:
-            return Ran(False, f"no end within {limit} s", isolated=False)
+            return SandboxResult(False, f"no end within {limit} s", isolated=False)
         finally:
             _end(child)
     first, _, rest = out.decode(errors="replace").partition("\n")
     isolated = first == "isolated"
     if child.returncode == 0 and rest.strip() == word:
-        return Ran(True, "", isolated)
-    return Ran(False, rest.strip()[:200] or f"exit status {child.returncode}", isolated)
+        return SandboxResult(True, "", isolated)
+    return SandboxResult(False, rest.strip()[:200] or f"exit status {child.returncode}", isolated)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

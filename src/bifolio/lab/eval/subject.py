@@ -15,7 +15,7 @@ from bifolio.formats import PrecisionPlan
 from bifolio.lab.eval.forced import ForcedText
 from bifolio.request import FinishReason, Output, Request, SamplingParams
 from bifolio.spec import PageSpec
-from bifolio.text.tokenizer_files import TextSide, load_text_side
+from bifolio.text.tokenizer_files import TextTools, load_text_side
 
 SEATS = 32
 """Requests that run together. Results do not depend on it."""
@@ -63,7 +63,7 @@ class SubjectTokenizer:
     def __init__(self, model: str) -> None:
         self.source = resolve_source(model)
         where = self.source.gguf.metadata if self.source.is_gguf else self.source.path
-        self.side: TextSide = load_text_side(where)
+        self.side: TextTools = load_text_side(where)
 
     def prompt_ids(self, prompt: str, chat: bool) -> list[int]:
         """Ids of a plain prompt, or of it as the user's message in the model's chat template."""

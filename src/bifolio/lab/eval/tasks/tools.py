@@ -61,24 +61,24 @@ _TOOLS = {
     )
 }  # fmt: skip
 
-Asked = tuple[str, dict[str, Any]]
+TaskOptions = tuple[str, dict[str, Any]]
 """What a user says, and the arguments of the right call: accepted values of each."""
 
 
-def _weather(draw: random.Random) -> Asked:
+def _weather(draw: random.Random) -> TaskOptions:
     city, days = draw.choice(_CITIES), draw.randint(2, 9)
     text = f"What will the weather in {city} be like over the next {days} days?"
     return text, {"city": [city], "days": [days], "unit": ["celsius", "fahrenheit", ""]}
 
 
-def _money(draw: random.Random) -> Asked:
+def _money(draw: random.Random) -> TaskOptions:
     source, target = draw.sample(_CURRENCIES, 2)
     amount = draw.randrange(10, 5000)
     text = f"How much is {amount} {source} in {target}?"
     return text, {"amount": [amount], "source": [source], "target": [target]}
 
 
-def _message(draw: random.Random) -> Asked:
+def _message(draw: random.Random) -> TaskOptions:
     name, title = draw.choice(_NAMES), draw.choice(_TITLES)
     return f'Send {name} the message "the {title} is moved".', {
         "to": [name],
@@ -86,7 +86,7 @@ def _message(draw: random.Random) -> Asked:
     }
 
 
-def _event(draw: random.Random) -> Asked:
+def _event(draw: random.Random) -> TaskOptions:
     title, day, hour = draw.choice(_TITLES), draw.randint(1, 28), draw.randint(8, 19)
     return f"Put the {title} into my calendar on day {day} at {hour} o'clock.", {
         "title": [title],
@@ -95,7 +95,7 @@ def _event(draw: random.Random) -> Asked:
     }
 
 
-_ASKS: dict[str, Callable[[random.Random], Asked]] = {
+_ASKS: dict[str, Callable[[random.Random], TaskOptions]] = {
     "get_weather": _weather,
     "convert_money": _money,
     "send_message": _message,

@@ -28,7 +28,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class SourceTensor:
     """A tensor of the source: its shape, and the type in which it is copied."""
 
     shape: tuple[int, ...]
@@ -81,22 +81,24 @@ class Shard:
         return sum(piece.nbytes for unit in self.units for piece in unit.pieces)
 
 
-def held_in_bf16(entries: Mapping[str, Entry]) -> dict[str, Held]:
+def held_in_bf16(entries: Mapping[str, Entry]) -> dict[str, SourceTensor]:
     """What a bf16 checkpoint of these parameters holds; routers' correction biases are fp32."""
     return {
-        name: Held(entry.shape, "F32" if name.endswith("e_score_correction_bias") else "BF16")
+        name: SourceTensor(
+            entry.shape, "F32" if name.endswith("e_score_correction_bias") else "BF16"
+        )
         for name, entry in entries.items()
     }
 
 
 def lay_out(
     entries: Mapping[str, Entry],
-    held: Mapping[str, Held],
+    held: Mapping[str, SourceTensor],
     recipe: Recipe,
     *,
     scale_dtype: str = "BF16",
     prefix: str = "",
-    apart: Mapping[str, Held] | None = None,
+    apart: Mapping[str, SourceTensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Shard]:
     """The files of the result. `entries` is the catalogue, `held` what of it is there.
@@ -126,7 +128,12 @@ def lay_out(
 
 
 def _piece(
-    name: str, source: Held, entry: Entry | None, recipe: Recipe, scale_dtype: str, prefix: str
+    name: str,
+    source: SourceTensor,
+    entry: Entry | None,
+    recipe: Recipe,
+    scale_dtype: str,
+    prefix: str,
 ) -> OutputTensor:
     kind = str(entry.kind) if entry else CACHE_SCALES if _SCALE.search(name) else OTHER
     if entry is None or not recipe.compresses(entry):

@@ -1,6 +1,6 @@
 """Kernels and engine against the ceilings of this machine. The last line is JSON.
 
-    python tools/bench.py [--model smollm2-135m | --random qwen2.5-0.5b]
+    python tools/bench_engine.py [--model smollm2-135m | --random qwen2.5-0.5b]
                           [--plans bf16/bf16 …] [--workloads c1 c8 …] [--kernels int8:a8 …]
 
 A ceiling takes every term at 100 %: bytes of weights and cache over the measured read bandwidth,
