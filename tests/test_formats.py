@@ -200,7 +200,7 @@ def test_what_a_plan_leaves_out_is_as_stored_in_bf16_pages_of_16() -> None:
         ({"plan": "page=8, int8/bf16"}, r"theirs too: page=8,weights=int8,cache=bf16$"),
         ({"plan": "int8/,page=17"}, r"write weights=…,experts=…,cache=…"),
         ({"plan": "weights=,cache=fp8"}, r"cannot read 'weights='"),
-        ({"plan": "cache=fp8,cache=bf16"}, r"cache= stands twice"),
+        ({"plan": "cache=fp8,cache=bf16"}, r"duplicate key cache="),
         ({"plan": "page=0"}, r"page=0 .* not a number of tokens"),
         ({"plan": "page=-16"}, r"not a number of tokens"),
         ({"plan": "page=sixteen"}, r"not a number of tokens"),

@@ -10,7 +10,7 @@
     ├── IntegrityError       a cache page is not what its request wrote (ends that request)
     └── EngineDeadError      the engine process is gone (HTTP 503)
 
-Texts name the input and the cure. Our own mistakes are `assert`s, not members of this tree.
+Texts name the input and give a hint. Our own mistakes are `assert`s, not members of this tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BifolioError(Exception):
 
 
 class ConfigError(BifolioError):
-    """An option, plan or configuration value that cannot work; the text names it and the cure."""
+    """An option, plan or configuration value that cannot work; its text names it, with a hint."""
 
 
 class UnsupportedError(ConfigError):

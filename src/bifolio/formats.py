@@ -249,10 +249,10 @@ class PhasePlan:
     def __str__(self) -> str:
         weights = str(self.weights or "auto")
         others = {"head": self.head, "experts": self.experts}
-        told = [f"{key}={fmt}" for key, fmt in others.items() if fmt is not None]
-        if not told:
+        overrides = [f"{key}={fmt}" for key, fmt in others.items() if fmt is not None]
+        if not overrides:
             return f"{weights}/{self.cache}"
-        return ",".join([f"weights={weights}", f"cache={self.cache}", *told])
+        return ",".join([f"weights={weights}", f"cache={self.cache}", *overrides])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class PrecisionPlan:
 
         Each text is `weights/cache`, or `weights=…,experts=…,cache=…,head=…,page=…` in any order,
         any part left out; `plan` may be two of them, `PREFILL->DECODE`. A phase's own text wins
-        over `plan`. ConfigError names text and cure.
+        over `plan`. ConfigError names the text and gives a hint.
         """
         shared = _split_phases(plan) if plan else ("", "")
         sides = [
@@ -324,7 +324,7 @@ def _parse_phase(text: str) -> dict[str, str]:
         if not equals or not value or key not in _PLAN_KEYS:
             raise ConfigError(f"cannot read {part!r} in the plan {text!r}; {_with_keys(text)}")
         if key in found:
-            raise ConfigError(f"{key}= stands twice in the plan {text!r}")
+            raise ConfigError(f"duplicate key {key}= in plan {text!r}")
         found[key] = value
     if "page" in found and not (found["page"].isdigit() and int(found["page"]) > 0):
         raise ConfigError(f"page={found['page']} in the plan {text!r} is not a number of tokens")

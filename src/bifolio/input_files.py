@@ -1,6 +1,6 @@
 """Reads files that others wrote: regular files up to a size, JSON and TOML up to a depth.
 
-Under a name that is read may lie a pipe that nobody writes to, a device without an end, gigabytes,
+Under a name that is read may lie a pipe without a writer, a device without an end, gigabytes,
 JSON nested a thousand deep, or a pointer in place of the file. What cannot be read is an OSError or
 a ValueError whose text says why; callers add the file's name (`errors.cause_of`).
 """

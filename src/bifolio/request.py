@@ -17,7 +17,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     HANDOFF = "handoff"
-    """Its prompt is computed and its first token chosen; another engine goes on. Internal."""
+    """Its prompt is computed and its first token chosen; another engine continues. Internal."""
     ABORT = "abort"
     ERROR = "error"
 

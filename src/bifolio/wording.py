@@ -13,7 +13,7 @@ MOST_SHOWN = 80
 
 
 def cut(text: str, most: int = MOST_SHOWN) -> str:
-    """A text of at most `most` characters and a mark where it goes on."""
+    """A text of at most `most` characters and a mark where it is cut."""
     return text if len(text) <= most else text[:most] + "…"
 
 

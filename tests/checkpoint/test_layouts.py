@@ -260,7 +260,7 @@ Broken = dict[str, Tensor | None]
         (INT4, {"weight_scale": torch.ones(144, 4).bfloat16()}, r"weight_scale has shape"),
         (INT4, {"weight_scale": torch.ones(144, 5)}, r"weight_scale is stored as F32"),
         (INT4, {"weight_shape": torch.tensor([144, 168])}, r"does not hold \[144, 168\]"),
-        (INT4, {"weight": torch.ones(144, 160)}, r"one is too many"),
+        (INT4, {"weight": torch.ones(144, 160)}, r"is stored twice"),
         (INT4, {"weight_zero_point": torch.ones(18, 5)}, r"no use.*weight_zero_point"),
         (ZEROS, {"weight_zero_point": None}, r"weight_zero_point is missing"),
         ("GPTQ", {"qzeros": None}, r"qzeros is missing"),

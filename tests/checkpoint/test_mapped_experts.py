@@ -179,16 +179,16 @@ def test_only_chosen_experts_come_into_memory(model: Path, tmp_path: Path) -> No
 def test_a_pass_lets_it_be_known_in_each_layer_and_before_each_mapped_expert(
     model: Path, tmp_path: Path
 ) -> None:
-    def pulses(models: LoadedModels) -> int:
+    def heartbeats(models: LoadedModels) -> int:
         seen: list[None] = []
-        models.decode.ops.pulse = lambda: seen.append(None)
+        models.decode.ops.heartbeat = lambda: seen.append(None)
         PagedRun(models.decode).step({"a": [7]})
         return len(seen)
 
     layers, mixtures, chosen = 4, 3, 3
-    in_memory = pulses(load(model, None))
+    in_memory = heartbeats(load(model, None))
     assert in_memory >= 2 * layers + 2 * mixtures
-    mapped = pulses(load(model, tmp_path / "experts"))
+    mapped = heartbeats(load(model, tmp_path / "experts"))
     assert mapped == in_memory + 2 * mixtures * (chosen - 1)
 
 

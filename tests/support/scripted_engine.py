@@ -83,7 +83,7 @@ class ScriptedEngine:
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._steps = self._prompt_tokens = self._generation_tokens = 0
         self._queries = self._hits = self._checked = self._failures = 0
-        self._pulse: Callable[[], None] = lambda: None
+        self._heartbeat: Callable[[], None] = lambda: None
 
     def hello(self) -> EngineInfo:
         script = self._script
@@ -145,8 +145,8 @@ class ScriptedEngine:
             integrity_failures=self._failures,
         )
 
-    def on_pulse(self, pulse: Callable[[], None]) -> None:
-        self._pulse = pulse
+    def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
+        self._heartbeat = heartbeat
 
     def scrub(self) -> None:
         """Nothing is kept."""
@@ -214,7 +214,7 @@ class ScriptedEngine:
         if token == script.long_id:
             for _ in range(20):
                 time.sleep(script.long_seconds / 20)
-                self._pulse()
+                self._heartbeat()
         if token == script.fault_id:
             self._failures += 1
             output.finish, output.error_code = FinishReason.ERROR, ErrorCode.CACHE_INTEGRITY

@@ -1,8 +1,8 @@
 """Page tables that outlive their request's run: pages that a transfer may still read.
 
-Such a page must not be given out, whatever becomes of the request. So the table goes to a *hold*:
+Such a page must not be given out, even if the request ends. So the table goes to a *hold*:
 it has an owner, the transfer of that request, and a deadline, which the owner puts off whenever it
-makes progress. Nobody releases pages at a deadline alone: `expired` names the owners, which are
+makes progress. No deadline alone releases pages: `expired` names the owners, which are
 told to stop, and release when they have.
 
 A hold is opened, empty, when the transfer begins, and gets the table when the request ends, however
@@ -86,6 +86,6 @@ class HoldBook:
         return True
 
     def expired(self) -> list[str]:
-        """Owners whose deadline has passed; they go on holding until they release."""
+        """Owners whose deadline has passed; they keep their pages until they release them."""
         now = self._clock()
         return [owner for owner, hold in self._holds.items() if hold.deadline <= now]

@@ -56,7 +56,7 @@ class PageTable:
         self.closed = 0
         """Full pages at the head of the table."""
         self.offers = True
-        """Whether full pages go on entering the tree; then the cursor is `closed` deep."""
+        """Whether full pages still enter the tree; then the cursor is `closed` deep."""
 
 
 class CacheManager:

@@ -2,7 +2,7 @@
 
 A page is in one of four states, and every page is in exactly one:
 
-    free         nobody holds it
+    free         held by no request
     live         at least one request holds it
     cached       only the prefix tree holds it; it can be had back by eviction
     quarantined  found to be damaged; never given out again, whoever still holds it
@@ -56,7 +56,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that no request holds."""
         return len(self._free)
 
     @property
@@ -167,7 +167,7 @@ class PagePool:
                     writers[page] = name
         in_tree = bytearray(self.num_pages)
         for page in tree:
-            assert not in_tree[page], f"page {page} stands twice in the tree"
+            assert not in_tree[page], f"page {page} is in the tree twice"
             in_tree[page] = 1
         assert refs == self._refs, "reference counts differ from the page tables"
         assert in_tree == self._in_tree, "the tree's flags differ from its nodes"

@@ -24,7 +24,7 @@ from bifolio.spec.weights import (
 )
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says: the reference code fixes it."""
+"""Of the norms of latents: the reference code fixes it and ignores `rms_norm_eps`."""
 
 
 def build_decoder(

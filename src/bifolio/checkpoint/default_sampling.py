@@ -3,7 +3,7 @@
     generation_config.json   temperature · top_k · top_p · min_p · repetition_penalty · do_sample
     GGUF, general.sampling.  temp · top_k · top_p · min_p · penalty_repeat
 
-Where `do_sample` is false answers are greedy, whatever else the file says of sampling.
+Where `do_sample` is false answers are greedy, and the file's other sampling values are not used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far a download has come, told to whoever asked for it."""
+"""Reports the progress of a download."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Report = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """A Report that tells nobody."""
+    """Reports no progress."""
 
 
 def hub_bar(report: Report, stage: str) -> type[Any]:

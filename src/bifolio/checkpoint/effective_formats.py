@@ -44,8 +44,8 @@ class EffectiveFormats:
         differing = {key: text for key, text in parts.items() if text != layers}
         if not differing:
             return f"{layers}/{cache}"
-        told = {"weights": layers, "cache": str(cache)} | differing
-        return ",".join(f"{key}={text}" for key, text in told.items())
+        formats = {"weights": layers, "cache": str(cache)} | differing
+        return ",".join(f"{key}={text}" for key, text in formats.items())
 
 
 def _distinct(weights: Iterable[Weight]) -> tuple[str, ...]:

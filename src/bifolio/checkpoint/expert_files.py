@@ -4,10 +4,10 @@ So a model that is larger than memory starts, and what its traffic uses stays in
 One folder per model, two files per layer and format:
 
     <layer>.packed   one record per expert, on a page: gate and up, then down, each aligned to 64
-                     bytes, the order of its columns behind it where they have one
+                     bytes, followed by the order of its columns, if any
     <layer>.jsonl    one line per record: where it is, its digest (XXH3-64), how it is packed
 
-A record is written before its line, so a start that was killed goes on after the last line whose
+A record is written before its line, so a start that was killed resumes after the last line whose
 digest still fits. A file has its name once all of its records are on the disk; until then it ends
 in `.part`.
 """
@@ -95,16 +95,16 @@ class ExpertFiles:
     """The mapped experts of one model. `files` are those of its checkpoint.
 
     The folder's name is a digest of the model's identity and of its files' sizes and times, so
-    that other weights under the same name are packed anew. `memory` bounds the bytes of experts in
+    that other weights under the same name are packed again. `memory` bounds the bytes of experts in
     memory (0: the system decides).
     """
 
     def __init__(
         self, folder: Path, identity: str, files: Sequence[Path], ops: NativeOps, memory: int
     ) -> None:
-        told = [f"{_LAYOUT} {identity}"]
-        told += [f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files]
-        self.folder = folder / hashlib.sha256("\n".join(told).encode()).hexdigest()[:20]
+        lines = [f"{_LAYOUT} {identity}"]
+        lines += [f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files]
+        self.folder = folder / hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
         self._ops = ops
         self._shelf = RecordCache(memory)
         self._records: list[MappedRecord] = []

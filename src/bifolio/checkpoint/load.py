@@ -40,7 +40,7 @@ class Model:
 
     @property
     def recordable(self) -> bool:
-        """Whether a pass of the same shapes makes the same kernel calls, whatever its tokens."""
+        """Whether a pass of the same shapes makes the same kernel calls for all tokens."""
         return self.spec.moe is None and self.spec.mla is None
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
@@ -56,7 +56,7 @@ class LoadedModels:
     prefill: Model
     decode: Model
     identity: str
-    """Digest that tells these weights from others, whatever formats they are kept in."""
+    """Digest that tells these weights from others, independent of the formats they are kept in."""
     nbytes: int
     """Bytes of all weights that are kept in memory, each counted once."""
     experts: ExpertFiles | None = None

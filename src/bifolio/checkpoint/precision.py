@@ -30,7 +30,7 @@ def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:
 
 
 def stacked_format(formats: Sequence[tuple[WeightFormat, int]], as_stored: bool) -> WeightFormat:
-    """The format of what `stack` makes of parts in these formats with so many rows.
+    """The format of what `stack` makes of parts in these formats with these numbers of rows.
 
     `as_stored`: types of scales and orders of columns are equal.
     """

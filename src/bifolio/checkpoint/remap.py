@@ -25,7 +25,7 @@ _GATE_UP = re.compile(r"(.+\.mlp\.experts\.\d+)\.gate_up_proj\.weight")
 _SHORT = {
     name: f"weight_{name}" for name in ("scale", "scale_inv", "packed", "shape", "zero_point")
 }
-"""Suffixes behind a parameter that is fused, `gate_up_proj_scale_inv`, by their own names."""
+"""Suffixes after a parameter that is fused, `gate_up_proj_scale_inv`, by their own names."""
 
 
 def plain_view(files: TensorFiles, spec: ModelSpec, buffers: Collection[str]) -> TensorFiles:
@@ -60,7 +60,7 @@ class Renamed:
             if own is not None:
                 first = self._stored.setdefault(own, name)
                 if first != name:
-                    raise CheckpointError(f"{first} and {name} are both there; one is too many")
+                    raise CheckpointError(f"{first} and {name} are both there, for the same tensor")
         self.shapes = {name: files.shapes[stored] for name, stored in self._stored.items()}
         self.dtypes = {name: files.dtypes[stored] for name, stored in self._stored.items()}
 
@@ -75,7 +75,7 @@ class SeparateExperts:
     `experts.down_proj` [experts, h, width], or both with their last two dimensions exchanged; where
     the sizes allow both readings (h = 2 * width, h = width), it is the first. Codes, scales and
     zero points of quantised ones are stacked and exchanged alike, under the names that they have
-    for one matrix or behind the parameter's: `gate_up_proj.weight_scale_inv`,
+    for one matrix or after the parameter's: `gate_up_proj.weight_scale_inv`,
     `gate_up_proj_scale_inv`. `weight_shape` is that of one matrix, or of the whole stack.
     """
 
@@ -113,7 +113,7 @@ class SeparateExperts:
         one = name.replace(".gate_up_proj.", ".gate_proj."), name.replace("gate_up_proj", "up_proj")
         for other in dict.fromkeys((name, *one)):
             if other in shapes:
-                raise CheckpointError(f"{other} is there, and in {stored} too; one is too many")
+                raise CheckpointError(f"{other} is there, and also in {stored}")
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._cuts:
@@ -130,9 +130,9 @@ class SeparateExperts:
 _CODES = ("weight", "weight_packed")
 
 
-def _suffix(behind: str | None) -> str:
-    """What stands behind a fused parameter, as it is spelled behind a matrix."""
-    return "weight" if behind is None else _SHORT.get(behind, behind)
+def _suffix(suffix: str | None) -> str:
+    """The suffix of a fused parameter, as it is spelled after a matrix."""
+    return "weight" if suffix is None else _SHORT.get(suffix, suffix)
 
 
 def _exchanged(kind: str, shape: tuple[int, ...], spec: ModelSpec) -> bool | None:

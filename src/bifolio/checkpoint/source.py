@@ -172,14 +172,14 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
             tqdm_class=hub_bar(report, f"downloading {name}"),
         )
     except GatedRepoError as error:
-        cure = "accept its terms on the hub and set HF_TOKEN"
-        raise ConfigError(f"{name} is gated; {cure}") from error
+        hint = "accept its terms on the hub and set HF_TOKEN"
+        raise ConfigError(f"{name} is gated; {hint}") from error
     except RepositoryNotFoundError as error:
-        cure = "check the spelling, or set HF_TOKEN if it is private"
-        raise ConfigError(f"the Hugging Face hub has no {name}; {cure}") from error
+        hint = "check the spelling, or set HF_TOKEN if it is private"
+        raise ConfigError(f"the Hugging Face hub has no {name}; {hint}") from error
     except LocalEntryNotFoundError as error:
-        cure = "the hub cannot be reached (or HF_HUB_OFFLINE is set) and the cache lacks it"
-        raise ConfigError(f"cannot get {name}: {cure}; give a folder or a .gguf file") from error
+        hint = "the hub cannot be reached (or HF_HUB_OFFLINE is set) and the cache lacks it"
+        raise ConfigError(f"cannot get {name}: {hint}; give a folder or a .gguf file") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"cannot get {name} from the Hugging Face hub: {first}") from error

@@ -36,7 +36,7 @@ class WithoutScales:
                 key = (found[2] or found[3], int(found[1]))
                 first = self._named.setdefault(key, name)
                 if first != name:
-                    raise CheckpointError(f"{first} and {name} are both there; one is too many")
+                    raise CheckpointError(f"{first} and {name} are both there, for the same scale")
         left_out = set(self._named.values())
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: shape for name, shape in files.shapes.items() if name not in left_out

@@ -43,7 +43,7 @@ class StoredWeights:
                 )
         for at, shape in self._quantised.items():
             if f"{at}.weight" in shapes:
-                raise CheckpointError(f"{at} is there as floats and quantised; one is too many")
+                raise CheckpointError(f"{at} is stored twice: as floats and quantised")
             shapes[f"{at}.weight"] = shape
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 

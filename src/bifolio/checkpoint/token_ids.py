@@ -74,7 +74,7 @@ def _of_gguf(source: ModelSource) -> set[int]:
 
 
 def _of_folder(source: ModelSource) -> set[int]:
-    """The package numbers added tokens itself, after the vocabulary, whatever the file says."""
+    """The package numbers added tokens itself, after the vocabulary, and ignores the file's ids."""
     tokenizer = source.tokenizer
     vocab = _vocabulary(tokenizer)
     if not vocab:

@@ -14,7 +14,7 @@ _MOST_NAME = 256
 
 
 class WeightFile:
-    """A regular file, open for reading until nobody refers to it.
+    """A regular file, open for reading while it is referred to.
 
     It is read and never mapped: a mapping of a file that somebody cuts ends the process by a
     signal. CheckpointError names a file that cannot be read, or that has become shorter.

@@ -88,7 +88,7 @@ def own_server(machine: Machine, plan: str, report: Reporter) -> Iterator[Target
     with serving(machine.model, arguments, on_event) as server:
         told = _told(server.ready, _vocab(machine.model))
         target = Endpoint(
-            server.url, server.api_key, model=server.model, kind=machine.kind, told=told
+            server.url, server.api_key, model=server.model, kind=machine.kind, known=told
         )
         try:
             yield target

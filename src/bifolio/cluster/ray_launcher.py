@@ -83,14 +83,14 @@ class RayLauncher:
         self._host = await self._actor.address.remote()
 
     async def _start_process(self) -> tuple[socket.socket, Process]:
-        door = AuthenticatedListener(self._router)
-        accepted = asyncio.create_task(asyncio.to_thread(door.accept, _START_SECONDS))
+        listener = AuthenticatedListener(self._router)
+        accepted = asyncio.create_task(asyncio.to_thread(listener.accept, _START_SECONDS))
         try:
-            pid = await self._actor.start.remote(self._router, door.port, door.key)
+            pid = await self._actor.start.remote(self._router, listener.port, listener.key)
             return await accepted, RayProcess(self._actor, pid)
         finally:
             if not accepted.done():
-                door.close()
+                listener.close()
                 await asyncio.gather(accepted, return_exceptions=True)
 
     def give_up(self) -> None:

@@ -169,9 +169,9 @@ class Engine:
     def _planned(self, step: Step) -> None:
         """A step is about to be executed."""
 
-    def on_pulse(self, pulse: Callable[[], None]) -> None:
-        """Have `pulse` called whenever a step has come some way."""
-        self.kernels.ops.pulse = pulse
+    def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
+        """Have `heartbeat` called whenever a step has come some way."""
+        self.kernels.ops.heartbeat = heartbeat
 
     def scrub(self) -> None:
         """Look whether a few cached pages still hold the bytes they were sealed with.
@@ -305,7 +305,7 @@ def _model_len(config: EngineConfig, spec: ModelSpec, page: PageSpec) -> int:
 
 
 def _memory_for(page: PageSpec, tokens: int) -> int:
-    """Bytes of a pool that holds so many tokens, in whole MiB."""
+    """Bytes of a pool that holds `tokens` tokens, in whole MiB."""
     return -(-page.pages_for(tokens) * page.page_bytes // _MIB) * _MIB
 
 
@@ -318,17 +318,17 @@ def _warn_of_unit_scales(pool: KVPool) -> None:
 
 
 def _tell_widened(types: tuple[str, ...]) -> None:
-    told = []
+    changes = []
     if without := [name for name in types if name not in KEPT]:
-        told.append(f"weights stored as {', '.join(without)}, which no format of ours holds")
+        changes.append(f"weights stored as {', '.join(without)}, which no format of ours holds")
     if mixed := [name for name in types if name in KEPT]:
-        told.append(
+        changes.append(
             f"those stored as {', '.join(mixed)} where one matrix (q, k and v; gate and up) has "
             "more types"
         )
-    if told:
+    if changes:
         log.info(
-            f"kept as bf16: {'; '.join(told)}",
+            f"kept as bf16: {'; '.join(changes)}",
             cure="--plan int8 (or another format) takes less memory",
         )
 

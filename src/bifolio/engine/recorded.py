@@ -41,7 +41,7 @@ class _Recording:
 
 
 class RecordedModel:
-    """Wraps a model so that a decode step costs one native call, whatever its number of layers.
+    """Wraps a model so that a decode step costs one native call for all layers.
 
     Only passes of one token per row are recorded: their shapes come again. Each recording belongs
     to the very buffers of its batch, and the least recently used are dropped: of more than

@@ -1,4 +1,4 @@
-"""Turns the logits of a pass into tokens and logprobs, row by row, whatever the batch."""
+"""Turns the logits of a pass into tokens and logprobs, row by row, independent of the batch."""
 
 from __future__ import annotations
 

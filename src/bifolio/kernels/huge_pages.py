@@ -2,7 +2,7 @@
 
 It lies on huge pages where the system grants them on request (Linux: transparent huge pages in
 mode `madvise` or `always`). A processor prefetches within a page, so with pages of 4 KiB it starts
-anew every 64 lines: plain reads reached 12 to 20 GB/s where huge pages gave 32 to 35.
+again every 64 lines: plain reads reached 12 to 20 GB/s where huge pages gave 32 to 35.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def returning_freed_memory() -> Iterator[None]:
 
 
 class Region:
-    """Hands out aligned pieces of large mappings one behind the other.
+    """Hands out aligned pieces of large mappings one after the other.
 
     Pieces are not taken back one by one: a mapping goes when all of its pieces are gone.
     """

@@ -63,7 +63,7 @@ class MappedFile:
         if size < self.nbytes:
             raise CheckpointError(
                 f"{self.path} was cut from {self.nbytes:,} to {size:,} bytes while it was in use; "
-                "delete it, and the next start writes it anew"
+                "delete it, and the next start writes it again"
             )
 
     def view(self, start: int, count: int) -> Tensor:
@@ -174,7 +174,7 @@ class MappedRecord:
         if digest(view.data_ptr(), self.nbytes) != self._digest:
             raise CheckpointError(
                 f"{self._file.path} has changed since it was written (bytes from {self._start} "
-                "on); delete it, and the next start writes it anew"
+                "on); delete it, and the next start writes it again"
             )
         self._proved = True
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _FLOAT_BYTES = 4
 _PULSE_EVERY = 16
-"""Weights in memory: thousands of tokens meet so many experts in a second or two."""
+"""Weights in memory: thousands of tokens pass through that many experts in a second or two."""
 
 
 class NativeGroupedOps(PageOps):
     """The part of `NativeOps` that groups rows by their weight."""
 
-    pulse: Callable[[], None] = staticmethod(noop)
+    heartbeat: Callable[[], None] = staticmethod(noop)
     _runtime: _native.Runtime
     _arena: Arena
 
@@ -75,7 +75,7 @@ class NativeGroupedOps(PageOps):
         for i, weight in enumerate(weights):
             record = weight.record
             if record is not None or i % _PULSE_EVERY == 0:
-                self.pulse()
+                self.heartbeat()
             if record is not None:
                 for coming in (
                     records[i : i + ahead] if i == 0 else records[i + ahead - 1 : i + ahead]

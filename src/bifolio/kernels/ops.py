@@ -111,14 +111,14 @@ class Groups:
 
 
 def noop() -> None:
-    """A pulse that nobody feels."""
+    """The heartbeat of an engine that is not watched."""
 
 
 class Ops(Protocol):
     """One function per operation. Results are new tensors, valid until the next pass begins."""
 
     name: str
-    pulse: Callable[[], None]
+    heartbeat: Callable[[], None]
     """Called whenever a pass has come some way: after each attention and MLP, and every now and
     then within grouped weights. Whoever has to tell a long pass from a hung one may set it."""
 

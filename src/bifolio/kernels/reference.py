@@ -43,7 +43,7 @@ class ReferenceOps(GroupedOps, LatentOps):
     """Every operation of `kernels.ops.Ops` by its definition, sums in float32."""
 
     name = "reference"
-    pulse: Callable[[], None] = staticmethod(noop)
+    heartbeat: Callable[[], None] = staticmethod(noop)
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> Weight:
         bias = None if bias_n is None else bias_n.to(torch.float32)

@@ -52,7 +52,7 @@ class WrongPage(NamedTuple):
 
 
 class ExpectedTables(NamedTuple):
-    """The page tables that rows expect, one behind the other."""
+    """The page tables that rows expect, concatenated."""
 
     counts: array[int]
     """`q`: pages of each row."""
@@ -76,7 +76,7 @@ class PagesKernels(Protocol):
         ...
 
     def seals(self, pool: Tensor, pages: Sequence[int], skip: int) -> list[int]:
-        """XXH3-64 of each page's bytes behind the first `skip`."""
+        """XXH3-64 of each page's bytes after the first `skip`."""
         ...
 
 

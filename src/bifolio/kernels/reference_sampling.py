@@ -160,7 +160,7 @@ def splitmix64(x: int) -> int:
 
 def _ranked(logits: Tensor) -> Tensor:
     """Indices along the last dimension, best first, equal logits by rising id."""
-    return torch.sort(-logits, dim=-1, stable=True).indices  # which puts NaN behind all numbers
+    return torch.sort(-logits, dim=-1, stable=True).indices  # which puts NaN after all numbers
 
 
 def _weightless_nan(logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Memory of kernel results: blocks that stay mapped and are taken again when a result is dropped.
 
-The system's allocator gives large blocks back and takes them anew, zeroed page by page, which
+The system's allocator gives large blocks back and takes new ones, zeroed page by page, which
 costs more than many a kernel. And a recorded pass needs its results at the same place each time.
 """
 
@@ -34,7 +34,7 @@ class Arena:
     thread.
 
     A block returns when the last tensor on its memory is gone, views included. Blocks are kept, so
-    passes of all lengths leave one of each class behind: large classes are far apart, lest they add
+    passes of all lengths leave one of each class: large classes are far apart, lest they add
     up to many times the largest. What is not touched of a block takes no memory.
     """
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache, with the norm before it and the sum behind it."""
+"""Grouped-query attention over the paged cache, with the norm before it and the sum after it."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ class DecoderLayer:
     def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
         """Float32 [t, h], with `run.wanted` of those tokens alone."""
         y_th = self.attention(ops, x_th, run, cache)
-        ops.pulse()
+        ops.heartbeat()
         if not len(y_th):
             return y_th
         y_th = self.mlp(ops, y_th)
-        ops.pulse()
+        ops.heartbeat()
         return y_th
 
 
@@ -49,7 +49,7 @@ class Decoder:
         *layers, last = self.layers
         for layer, cache in zip(layers, caches, strict=False):
             x_th = layer(ops, x_th, run, cache)
-        # Behind the keys and values of the last layer, only those tokens matter.
+        # After the keys and values of the last layer, only those tokens matter.
         run.wanted = batch.wanted()
         x_lh = last(ops, x_th, run, caches[-1])
         if run.wanted is None:

@@ -18,6 +18,6 @@ class ForwardPass:
     """Rotations, as `Ops.rope_store` takes them."""
     chosen_tk: Tensor | None = None
     """Positions that sparse attention sees, int64 [t, k]: filled by each layer that owns an index,
-    read by it and the layers behind it that own none."""
+    read by it and the layers after it that own none."""
     wanted: Batch | None = None
     """`batch.wanted()`, set for the last layer: what comes of other tokens there is not needed."""

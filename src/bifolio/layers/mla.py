@@ -39,7 +39,7 @@ class MLAttention:
     shape: MLASpec
     scale: float
     indexer: SparseIndexer | None = None
-    """Set in layers that choose the positions that attention sees, for those behind them too."""
+    """Set in layers that choose the positions that attention sees, for those after them too."""
 
     def __call__(self, ops: Ops, x_th: Tensor, run: ForwardPass, cache: LayerCache) -> Tensor:
         """Float32 [t, h]; stores the latents of the batch before it reads any.

@@ -26,7 +26,7 @@ class Router:
     """
 
     weight: Weight
-    """float32 [experts, h], whatever the format of the others."""
+    """float32 [experts, h], in every plan."""
     bias_e: Tensor | None
     """Correction in float32, added to the scores for the choice only."""
     spec: RouterSpec

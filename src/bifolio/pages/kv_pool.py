@@ -54,5 +54,5 @@ class KVPool:
             header[HEADER_SEAL] = 0
 
     def body(self, page: int) -> NDArray[np.uint8]:
-        """The bytes of a page behind its header."""
+        """The bytes of a page after its header."""
         return self._bytes[page, PAGE_HEADER_BYTES:]

@@ -14,7 +14,7 @@ def writer_fingerprint(
 
     `model_digest` names the source weights, `weights` and `head` their format in the phase that
     writes, `scales` the source of static cache scales, `epoch` counts changes of the weights.
-    Never 0: that is the writer of a page nobody has written.
+    Never 0: that is the writer of a page not yet written.
     """
     text = f"{model_digest}|{weights}|{head}|{spec.fingerprint}|{scales}|{epoch}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1

@@ -19,7 +19,7 @@ BEAT_SECONDS = 0.0002
 class Scrubber:
     """Goes round the pages of the prefix tree, one after the other.
 
-    Between two steps nobody writes to those. A page found changed leaves the tree, with all that
+    Between two steps no thread writes to those. A page found changed leaves the tree, with all that
     was computed upon it, and is never given out again; requests that hold it end at their next
     step, since its tag is struck out (`PageSeals.broken`).
     """

@@ -1,7 +1,7 @@
 """Seals: a digest of each full page in its header, looked at when the page is used again.
 
 A tag says whose page it is; a seal says that its bytes are still those that were there when it
-became full. What is sealed is everything behind the header, padding included (`docs/integrity.md`).
+became full. What is sealed is everything after the header, padding included (`docs/integrity.md`).
 """
 
 from __future__ import annotations

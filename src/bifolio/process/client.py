@@ -51,7 +51,7 @@ ENGINE_FACTORY = "bifolio.engine.engine:create"
 
 BEAT_TIMEOUT = 20.0
 """Seconds without a heartbeat after which the engine counts as frozen. The longest honest
-attention or MLP must be shorter: within a step each of them lets it beat (`Ops.pulse`)."""
+attention or MLP must be shorter: within a step each of them lets it beat (`Ops.heartbeat`)."""
 
 STALL_TIMEOUT = 30.0
 """Seconds without progress, with requests to work on, after which the engine is not ready."""

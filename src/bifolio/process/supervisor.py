@@ -96,7 +96,7 @@ class EngineSupervisor:
                 engine = self._make()
                 try:
                     await engine.start()
-                except Exception as error:  # whatever keeps it from starting counts as one try
+                except Exception as error:  # any failure to start counts as one try
                     why = str(error)
                     log.error("the engine did not start", reason=why)
                     continue

@@ -5,8 +5,8 @@
             → attend to peers, if there are any → one step → outputs
 
 The heartbeat is sent by this loop, and within a long step by the step itself whenever it has come
-some way (`Ops.pulse`), so it stops when a step hangs. The process leaves SIGINT and SIGTERM to its
-parent and ends with it: the parent's death closes the channel, which the loop sees between two
+some way (`Ops.heartbeat`), so it stops when a step hangs. The process leaves SIGINT and SIGTERM to
+its parent and ends with it: the parent's death closes the channel, which the loop sees between two
 steps and a watcher sees during one.
 """
 
@@ -78,8 +78,8 @@ class EngineCore(Protocol):
     def step(self) -> list[Output]:
         """Compute one batch. A stop token is the last of `tokens` and is named in `stop_id`."""
 
-    def on_pulse(self, pulse: Callable[[], None]) -> None:
-        """Have `pulse` called, in this thread, whenever a step has come some way."""
+    def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
+        """Have `heartbeat` called, in this thread, whenever a step has come some way."""
 
     def scrub(self) -> None:
         """Look for damage in what is kept, for far less time than lies between two heartbeats."""
@@ -108,9 +108,9 @@ class Worker:
     def __init__(self, channel: Channel[FrontMessage], engine: EngineCore) -> None:
         self._channel = channel
         self._engine = engine
-        self._told = EngineStats()
+        self._stats = EngineStats()
         self._next_beat = 0.0
-        engine.on_pulse(self._pulse)
+        engine.on_heartbeat(self._heartbeat)
 
     def run(self) -> None:
         """Serve until a Shutdown message; EOFError when the front end has gone."""
@@ -135,15 +135,15 @@ class Worker:
                     channel.send(Outputs(outputs))
 
     def _beat(self, stats: EngineStats) -> None:
-        self._told = stats
+        self._stats = stats
         self._channel.send(stats)
         self._next_beat = time.monotonic() + BEAT_SECONDS
 
-    def _pulse(self) -> None:
-        """Within a step figures are in flux, so those before it are told again, as progress."""
+    def _heartbeat(self) -> None:
+        """Within a step counters change, so those from before it are sent again, as progress."""
         if time.monotonic() >= self._next_beat:
-            told = self._told
-            self._beat(msgspec.structs.replace(told, progress=told.progress + 1))
+            stats = self._stats
+            self._beat(msgspec.structs.replace(stats, progress=stats.progress + 1))
 
     def _take(self, message: FrontMessage) -> None:
         match message:

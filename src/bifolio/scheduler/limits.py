@@ -11,7 +11,7 @@ from bifolio.wording import plural
 
 
 def tokens_here(request: Request) -> int:
-    """Most tokens that this engine generates for a request: one if another engine goes on."""
+    """Most tokens that this engine generates for a request: one if another engine continues."""
     return 1 if request.route is not None else request.sampling.max_tokens
 
 
@@ -34,7 +34,7 @@ class SchedulerLimits:
     stall_seconds: float = 60.0
 
     def longest(self, pages: int, page_size: int) -> int:
-        """Most tokens, prompt and answer together, of a request in a pool of so many pages."""
+        """Most tokens, prompt and answer together, of a request in a pool of `pages` pages."""
         return min(self.max_model_len, pages * page_size)
 
     def read_prompt(self, request: Request, pages: int, page_size: int) -> array[int]:

@@ -71,7 +71,7 @@ class FairQueue:
         return self._tenants[sequence.tenant].account
 
     def join(self, sequence: Sequence) -> None:
-        """A new request waits behind the others of its tenant."""
+        """A new request waits after the others of its tenant."""
         tenant = self._tenants.get(sequence.tenant)
         if tenant is None:
             tenant = self._tenants[sequence.tenant] = _Tenant(self._virtual)

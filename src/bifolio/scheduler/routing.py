@@ -73,8 +73,8 @@ def choose_prefill(choices: Iterable[PrefillChoice], session: str | None) -> str
     ranked = sorted(choices, key=lambda c: (c.load - c.known, c.load, c.name))
     best = ranked[0]
     for choice in ranked:
-        behind = (choice.load - choice.known) - (best.load - best.known)
-        if choice.name == session and behind <= AFFINITY_SLACK:
+        lag = (choice.load - choice.known) - (best.load - best.known)
+        if choice.name == session and lag <= AFFINITY_SLACK:
             return choice.name
     return best.name
 
@@ -90,7 +90,7 @@ class DecodeChoice:
 
 
 def choose_decode(choices: Iterable[DecodeChoice], pages: int) -> str:
-    """The worker with the fewest tokens to attend to that has so many pages; else the roomiest."""
+    """The worker with `pages` free pages and the least context; if none, that with most pages."""
     ranked = list(choices)
     roomy = [c for c in ranked if c.pages - c.promised >= pages]
     if roomy:

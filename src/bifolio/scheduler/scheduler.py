@@ -59,7 +59,7 @@ from bifolio.scheduler.step import LogitsFault, RowResult, Step, StepRow
 from bifolio.wording import plural
 
 _RESERVE_DECAY = 8
-"""Each request that ends takes one part in so many off the reserve that preemptions added."""
+"""Each request that ends takes one part in this many off the reserve that preemptions added."""
 
 
 class Scheduler(SchedulerState):
@@ -110,7 +110,7 @@ class Scheduler(SchedulerState):
     # ── requests from another engine ─────────────────────────────────────────────────────────
 
     def find_room(self, request: Request, pages: int, *, overtakes: bool = False) -> bool:
-        """Whether a prompt that is computed elsewhere may take so many pages, and a seat, here.
+        """Whether a prompt that is computed elsewhere may take `pages` pages, and a seat, here.
 
         Room to grow is left for it and for all that run, as at any admission, and requests of
         tenants beyond their share may be preempted for it. With `overtakes` another tenant's
@@ -151,7 +151,7 @@ class Scheduler(SchedulerState):
             self._end(sequence, finish)
 
     def table(self, request_id: str) -> PageTable | None:
-        """The pages of a request that runs, or whose transfer goes on; None before and after."""
+        """The pages of a request that runs, or is being transferred; None before and after."""
         sequence = self._running.get(request_id)
         if sequence is not None:
             return sequence.table
@@ -227,7 +227,7 @@ class Scheduler(SchedulerState):
         fills the step, one request may still take the seat of another.
         """
         passed: set[str] = set()
-        """Tenants of which nobody can be admitted in this step."""
+        """Tenants of which no request can be admitted in this step."""
         full = not self._budget
         while self._budget or full:
             head = self._queue.head(passed) if self._admits else None
@@ -375,7 +375,7 @@ class Scheduler(SchedulerState):
         return taken.total() < self._seats or has_place(taken, tenant, self._seats)
 
     def _find_pages(self, tenant: str, need: int, growth: int, *, overtakes: bool) -> bool:
-        """Whether so many pages are there for an admission, beside what all need to grow.
+        """Whether `pages` pages are free for an admission, beyond what all need to grow.
 
         Within its share a tenant need not leave room to grow to those beyond theirs, and they are
         preempted for it. A request that overtakes must be within it, and so must one in a step that
@@ -468,7 +468,7 @@ class Scheduler(SchedulerState):
     def commit(self, step: Step, results: list[RowResult]) -> list[Output]:
         """Apply the results of the step in flight, in the order of its rows; returns all news.
 
-        Rows whose request has ended, or has been admitted anew, since `schedule` are dropped.
+        Rows whose request has ended, or has been admitted again, since `schedule` are dropped.
         """
         assert step is self._step, "only the step in flight can be committed"
         self._step = None
@@ -534,7 +534,7 @@ class Scheduler(SchedulerState):
         return output.finish
 
     def fail(self, step: Step, message: str) -> list[Output]:
-        """The runner could not execute the step in flight: its requests end, the others go on."""
+        """The runner could not execute the step in flight: its requests end, others continue."""
         assert step is self._step, "only the step in flight can fail"
         self._step = None
         for row in step.rows:
@@ -571,7 +571,7 @@ class Scheduler(SchedulerState):
         self._news.append(self._end_with(sequence, ErrorCode.CACHE_INTEGRITY, text))
 
     def _exhausted(self, sequence: Sequence) -> None:
-        """Nobody is left who could make room."""
+        """No request is left that could make room."""
         self._counts["exhausted"] += 1
         pool = self.cache.pool
         text = (

@@ -89,7 +89,7 @@ class SchedulerState:
         self._news: list[Output] = []
         self._reserve = cache.page_size
         self._blocked: list[Sequence] = []
-        """Requests that were next in line and did not fit, while nobody has left since."""
+        """Requests that were next in line and did not fit, while no request has ended since."""
         self._arrivals = 0
         self._generations = 0
         self._last_progress = clock()

@@ -1,4 +1,4 @@
-"""The workers behind a router, to look at and to change, for who knows the administrator's key.
+"""Shows and changes the workers behind a router, for holders of the administrator's key.
 
     GET    /admin/workers                  all of both pools
     POST   /admin/workers?pool=decode      start another one; answers when it is loaded
@@ -34,7 +34,7 @@ def add_admin(app: FastAPI, fleet: Fleet, key: str) -> None:
 
     def check(request: Request) -> None:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        # Bytes as they came: a header's text is Latin-1 to Starlette, whatever the client wrote.
+        # Bytes as they came: to Starlette a header's text is Latin-1, also where it is UTF-8.
         sent, known = given.strip().encode("latin-1"), key.encode(errors="surrogateescape")
         good = secrets.compare_digest(sent, known)
         if kind.lower() != "bearer" or not good:

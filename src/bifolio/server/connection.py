@@ -307,7 +307,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self._framing:
-            return  # for `_read_on` to go on with
+            return  # for `_read_on` to continue with
         self._body_began = None
         self._discarding_since = None
         super().on_message_complete()

@@ -81,7 +81,7 @@ class GenerationError(BifolioError):
 
 
 def failure_of(error: Exception) -> ErrorResponse:
-    """How an error of the tree, or any other, is told to a client."""
+    """The response for an error of the tree, or any other."""
     text = str(error)
     match error:
         case RequestError():

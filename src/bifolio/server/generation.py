@@ -91,7 +91,7 @@ class _AnswerChoice:
         self._include_stop = detokenizer.include_stop
 
     def take(self, output: Output) -> AnswerPiece:
-        """What an output adds. A finish of the piece ends the answer, whatever the engine says."""
+        """What an output adds. A finish of the piece ends the answer, also if more tokens come."""
         tokens = output.tokens
         # The end token is counted, and its text is no part of the answer.
         ends = output.stop_id is not None and bool(tokens) and not self._include_stop
@@ -207,7 +207,7 @@ class Generation:
                     choice = self._choices[output.id]
                     now = time.monotonic()
                     if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
-                        raise GenerationError.of(output, self._limit.cure)
+                        raise GenerationError.of(output, self._limit.hint)
                     if choice.first_at is None and output.tokens:
                         choice.first_at = now
                     piece = choice.take(output)

@@ -1,6 +1,6 @@
 """What every HTTP request passes on its way to a route, from the outside in.
 
-    RequestIds       names it, counts it, answers what nobody caught
+    RequestIds       names it, counts it, answers uncaught errors
     PlainPaths       /v1/models/ is /v1/models
     HeadAsGet        HEAD is GET without the body
     CORSMiddleware   answers browsers that ask for a page of another origin (Starlette's)
@@ -74,7 +74,7 @@ def _cors(config: ServerConfig) -> dict[str, Any]:
 
 
 def answer_id(request: Request, prefix: str) -> str:
-    """The id of an answer: that of its request behind a prefix.
+    """The id of an answer: a prefix and the id of its request.
 
     An id that the client did not choose becomes the answer's, so that there is one to look for.
     """
@@ -166,7 +166,7 @@ class Gate:
     def __init__(self, app: ASGIApp, config: ServerConfig, refusals: Refusals) -> None:
         self._app = app
         self._refusals = refusals
-        # Named by a digest that nobody outside this process can compute from a key.
+        # Named by a digest that only this process can compute from a key.
         secret = secrets.token_bytes(32)
         self._tenants = {
             key.encode(): blake2b(key.encode(), key=secret, digest_size=16).hexdigest()

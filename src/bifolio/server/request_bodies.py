@@ -329,7 +329,7 @@ class TimeLimit(NamedTuple):
     by_server: bool
 
     @property
-    def cure(self) -> str:
+    def hint(self) -> str:
         """Whose limit has passed, and what helps: more time only if the client may have it."""
         if self.seconds is None:
             return "send the request again"

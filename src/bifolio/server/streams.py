@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads it; it is for access logs."""
+"""Not sent to a client: for access logs."""
 
 KEEP_ALIVE_SECONDS = 5.0
 """Longest time in which a stream sends nothing."""

@@ -2,7 +2,7 @@
 
 limits    time for a job, time to start, jobs of one client and large jobs at a time
 a job that takes too long, and one whose client has gone while it runs, ends with its process;
-another one takes its place, and waiting jobs go on there
+another one takes its place, and waiting jobs continue there
 """
 
 from __future__ import annotations

@@ -138,9 +138,7 @@ def _run(channel: Channel[LoadText | TextJob]) -> None:
                     )
                 else:
                     answer = _failed(error, worn=True)
-            except (
-                Exception
-            ) as error:  # whatever a template or a tokenizer raises ends its job only
+            except Exception as error:  # any error of a template or a tokenizer ends its job only
                 answer = _failed(error, _memory()[1] > grown)
             channel.send(answer)
             channel.flush(60.0)

@@ -1,6 +1,6 @@
 """What /metrics shows of the workers behind a router: their pools, their queues, their hand-offs.
 
-Every figure carries the worker it is about, so that one that starts anew starts its counters anew.
+Every figure carries the worker it is about, so that a restarted worker restarts its counters.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ModelSpec:
     Attention is grouped-query, or latent where `mla` is set: then `kv_heads` is 1 (the latent is
     shared) and `head_dim` that of queries and keys. `moe` replaces the MLP by experts from its
     first layer on; `intermediate` is the width of dense MLPs. `indexer` makes attention sparse.
-    `mtp_layers` multi-token-prediction layers stand behind the last layer in the checkpoint; they
+    `mtp_layers` multi-token-prediction layers follow the last layer in the checkpoint; they
     are not served.
 
     `windows[i]` is the sliding window of layer i in tokens, the current one included, or None

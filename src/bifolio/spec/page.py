@@ -23,11 +23,11 @@ With latent attention (layout `mla-pairs-1`), every rank having the whole record
 Pairs stand together because processors multiply pairs: one vector register holds a pair of
 dimensions for 16 keys, or a pair of keys for 16 dimensions, so neither product needs a shuffle.
 A latent is key and value at once and stands as the key does: scores read all of it, and the
-values, which are read after them, are then in the processor's cache, whatever their order.
+values, which are read after them, are then in the processor's cache, in any order.
 
 The header is eight little-endian 64-bit words: tag, writer, fill, seal, and four of zero.
 `tag` changes at every allocation; `writer` is the fingerprint of the provenance; `fill` is the
-number of tokens written; `seal` is the digest of the bytes behind the header, or 0.
+number of tokens written; `seal` is the digest of the bytes after the header, or 0.
 """
 
 from __future__ import annotations

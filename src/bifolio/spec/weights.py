@@ -100,7 +100,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One tensor `name` of [size], kept in float32 whatever the plan says."""
+    """One tensor `name` of [size], kept in float32 under every plan."""
 
     name: str
     size: int
@@ -111,7 +111,7 @@ class Vector:
 
 
 Item = WeightMatrix | Gain | Vector
-"""Whatever is read from a checkpoint."""
+"""Anything that is read from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

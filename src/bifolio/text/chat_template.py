@@ -196,7 +196,7 @@ class TemplateSource:
 class ChatTemplate:
     """A compiled template, checked with a trial conversation.
 
-    `named` holds the texts of `bos_token` and its like, which templates write; `special_texts` and
+    `named` holds the texts of `bos_token` and the like; `special_texts` and
     `added_texts` are the tokenizer's special and other added tokens. `marks` are those of the
     latter that control a conversation: the tokenizer must `reserve` them.
 
@@ -249,7 +249,7 @@ class ChatTemplate:
     ) -> Prompt:
         """Text of a conversation. RequestError when the template refuses it or drops a message.
 
-        `continue_final_message` ends the text right behind the last message's content.
+        `continue_final_message` ends the text right after the last message's content.
         `variables` are for the template (`enable_thinking`, …).
         """
         reserved = {*_RESERVED, _STAND_INS, _HIDE, *self._named}.intersection(variables or ())
@@ -305,7 +305,7 @@ class ChatTemplate:
             as_text |= more
 
     def turn_end(self, known: Collection[str]) -> str | None:
-        """The control text that the template writes behind an assistant's answer.
+        """The control text that the template writes after an assistant's answer.
 
         None where there is none, or one of those `known` is there.
         """
@@ -372,23 +372,23 @@ class ChatTemplate:
     def _continued(self, given: ChatInput, stand_ins: StandIns, whole: str) -> str:
         """`whole` up to the end of the last message's content, less what the template trims.
 
-        A tag behind the content shows where it ends, unless the template trims white space there;
+        A tag after the content shows where it ends, unless the template trims white space there;
         then a tag before this white space does, and a rendering without it how much is trimmed.
         """
         content = given.messages[-1].get("content") or ""
         bare = content.rstrip()
         blank = content[len(bare) :]
         for everywhere in (True, False) if content else ():
-            for behind in ("", blank) if blank else ("",):
-                before = content.removesuffix(behind)
-                tagged = self._ended(given, before, behind, stand_ins, everywhere)
+            for trailing in ("", blank) if blank else ("",):
+                before = content.removesuffix(trailing)
+                tagged = self._ended(given, before, trailing, stand_ins, everywhere)
                 head, tag, rest = tagged.rpartition(stand_ins.tag(0))
                 if not tag or stand_ins.plain(tagged) != stand_ins.plain(whole):
                     continue
                 shorter = (
-                    self._ended(given, before, "", stand_ins, everywhere) if behind else tagged
+                    self._ended(given, before, "", stand_ins, everywhere) if trailing else tagged
                 )
-                kept = behind[: max(0, len(tagged) - len(shorter))]
+                kept = trailing[: max(0, len(tagged) - len(shorter))]
                 if rest.startswith(kept):
                     return head + kept
         raise RequestError(
@@ -397,13 +397,13 @@ class ChatTemplate:
         )
 
     def _ended(
-        self, given: ChatInput, before: str, behind: str, stand_ins: StandIns, everywhere: bool
+        self, given: ChatInput, before: str, trailing: str, stand_ins: StandIns, everywhere: bool
     ) -> str:
         """The text with a tag in the last message, between two parts of its content."""
         last = given.messages[-1] | {"content": before}
         given = replace(given, messages=[*given.messages[:-1], last])
         hidden = self._hidden(given, stand_ins, everywhere=everywhere)
-        hidden.messages[-1]["content"] += stand_ins.tag(0) + behind
+        hidden.messages[-1]["content"] += stand_ins.tag(0) + trailing
         return self._run(hidden, False, stand_ins)
 
     def _hidden(self, given: ChatInput, stand_ins: StandIns, *, everywhere: bool) -> ChatInput:

@@ -1,6 +1,6 @@
 """Control texts: what a tokenizer reads as one control token, and who may write it.
 
-A chat template writes `<|im_end|>`, `<tool_call>` and the like; a request may not, in whatever
+A chat template writes `<|im_end|>`, `<tool_call>` and the like; a request may not, in any
 form. So the template is given a copy of the request in which some characters are replaced by
 stand-ins, characters of scripts that the request does not use. `Tokenizer.encode` puts the
 characters back after it has looked for control tokens. A control text stays visible to it only if

@@ -139,7 +139,7 @@ class Tokenizer:
         return ids
 
     def most_chars(self, tokens: int) -> float:
-        """A length that no text of so many tokens exceeds; infinite where we cannot tell."""
+        """The most characters that a text of `tokens` tokens can have; infinite where unknown."""
         return tokens * self._token_chars
 
     def starts_with_two_bos(self, ids: Sequence[int]) -> bool:
@@ -190,7 +190,7 @@ class Tokenizer:
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer's post-processor puts before and behind a text."""
+    """The ids that the tokenizer's post-processor puts before and after a text."""
     bare = backend.encode("a", add_special_tokens=False).ids
     dressed: list[int] = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(dressed) - len(bare) + 1):
@@ -236,7 +236,7 @@ def _fuses_unknown(model: tokenizers.models.Model) -> bool:
 
 
 def _continuing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
-    """A twin that puts no word mark before its text, where only the first piece gets one."""
+    """A copy that puts no word mark before its text, where only the first piece gets one."""
     parts = _parts(_settings(backend.pre_tokenizer))
     if not any(part.get("prepend_scheme") == "first" for part in parts):
         return None
@@ -244,9 +244,9 @@ def _continuing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
     for part in _parts(settings["pre_tokenizer"]):
         if part.get("prepend_scheme") == "first":
             part["prepend_scheme"] = "never"
-    twin = tokenizers.Tokenizer.from_str(json.dumps(settings))
-    twin.encode_special_tokens = True
-    return twin
+    copy = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    copy.encode_special_tokens = True
+    return copy
 
 
 def _is_byte_level(decoder: list[dict[str, Any]]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def calls_as_text(content: str | None, calls: Sequence[Mapping[str, Any]]) -> str:
-    """An assistant's text with its tool calls behind it; arguments that are no JSON as a string."""
+    """An assistant's text followed by its tool calls; arguments that are no JSON as a string."""
     blocks = [
         _block(
             "tool_call",

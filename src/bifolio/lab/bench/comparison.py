@@ -33,7 +33,7 @@ def alone_plan(plan: Plan, prompt: int, longest: int = 0) -> Plan:
     if longest:
         prompt = max(1, min(prompt, longest - _ALONE_OUTPUT))
     work = Synthetic(Lengths.parse(prompt), Lengths.parse(_ALONE_OUTPUT))
-    # Prompts of one seed begin alike, whatever their lengths.
+    # Prompts of one seed begin alike, at every length.
     seed = derived_seed(plan.seed, ALONE)
     return Plan(work, plan.goals, seed, requests=_ALONE_REQUESTS)
 

@@ -36,7 +36,7 @@ _ONE_TOKEN = 1.1
 
 
 class Endpoint:
-    """A running server. `told` is what is known of it from elsewhere, e.g. from its start."""
+    """A running server. `known` is what is known of it from elsewhere, e.g. from its start."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Endpoint:
         vocab: int | None = None,
         kind: EndpointType = EndpointType.COMPLETIONS,
         timeout: float = 600.0,
-        told: Description | None = None,
+        known: Description | None = None,
     ) -> None:
         self._wire = LoadClient(url, api_key)
         self._timeout = timeout
         self._kind = kind
         self._runner = asyncio.Runner()
         try:
-            self._description = self._do(self._discover(model, vocab, told))
+            self._description = self._do(self._discover(model, vocab, known))
             self._dialect, probed = self._do(self._find_dialect())
             if kind is EndpointType.CHAT:
                 self._do(self._measure_template(probed))
@@ -75,7 +75,7 @@ class Endpoint:
         self._runner.close()
 
     async def _discover(
-        self, model: str | None, vocab: int | None, told: Description | None
+        self, model: str | None, vocab: int | None, known: Description | None
     ) -> Description:
         try:
             answer = await self._wire.get("/v1/models")
@@ -101,9 +101,9 @@ class Endpoint:
             cache_tokens=metrics.cache_tokens if metrics else None,
             notes=notes,
         )
-        if told is None:
+        if known is None:
             return found
-        return replace(told, url=found.url, version=found.version, vocab=found.vocab, notes=notes)
+        return replace(known, url=found.url, version=found.version, vocab=found.vocab, notes=notes)
 
     async def _version(self) -> str | None:
         try:
@@ -137,7 +137,7 @@ class Endpoint:
         )
 
     def _probe(self, times: int) -> PlannedRequest:
-        """A request for four tokens; the ids of its prompt are repeated so many times."""
+        """A request for four tokens; the ids of its prompt are repeated that many times."""
         ids = _probe_ids(self._description.vocab) * times
         return PlannedRequest("probe", 0, 0, ids, 4, 0.0, [ids])
 
@@ -160,8 +160,8 @@ class Endpoint:
         note = f"the chat template adds about {around} tokens to a message"
         if per_word > _ONE_TOKEN:
             note += f", and a word is {per_word:.1f} tokens here"
-        told = self._description
-        self._description = replace(told, around=around, notes=(*told.notes, note))
+        known = self._description
+        self._description = replace(known, around=around, notes=(*known.notes, note))
 
     def run(self, dispatcher: Dispatcher) -> Observation:
         """Send what the dispatcher hands out, and watch the server meanwhile."""
@@ -259,7 +259,7 @@ class Endpoint:
 
 
 class _Load:
-    """One run: asks go out when they are due, whatever the others do."""
+    """One run: requests go out when they are due, independent of the others."""
 
     def __init__(self, endpoint: Endpoint, dispatcher: Dispatcher, began: float) -> None:
         self._endpoint = endpoint
@@ -305,7 +305,7 @@ class _Load:
         record, stream = await self._endpoint.answer(ask, self._began, answers)
         self._records.append(record)
         answers.append("".join(stream.text))
-        # Where the ids of the answer are not told, as many others stand for them in later turns.
+        # Where the answer's ids are not reported, as many others stand for them in later turns.
         answer = stream.ids or [ask.prompt[-1]] * (record.output_tokens or 0)
         self._dispatcher.ended(ask, self._now(), answer if record.ok else None)
         self._news.set()

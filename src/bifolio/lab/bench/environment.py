@@ -77,7 +77,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this code runs from; `+` behind it where files differ from it."""
+    """Of the checkout that this code runs from; followed by `+` where files differ from it."""
     folder = Path(bifolio.__file__).resolve().parent
     if not any((parent / ".git").exists() for parent in folder.parents):
         return None

@@ -229,11 +229,11 @@ def figures_of(seen: Observation, goals: Goals, *, shares: bool, around: int = 0
 
 def _hit_rate(seen: Observation, good: Sequence[Record]) -> float | None:
     """Of this run: by the requests' own usage, else by the engine's counters."""
-    told = [(r.cached_tokens, r.prompt_tokens) for r in good if r.cached_tokens is not None]
+    known = [(r.cached_tokens, r.prompt_tokens) for r in good if r.cached_tokens is not None]
     by_usage = None
-    if told and len(told) == len(good):
-        prompts = sum(prompt or 0 for _, prompt in told)
-        by_usage = sum(cached or 0 for cached, _ in told) / prompts if prompts else 0.0
+    if known and len(known) == len(good):
+        prompts = sum(prompt or 0 for _, prompt in known)
+        by_usage = sum(cached or 0 for cached, _ in known) / prompts if prompts else 0.0
     by_counters = seen.after.rate(seen.before)
     if by_usage is None or by_counters is None:
         return by_counters if by_usage is None else by_usage

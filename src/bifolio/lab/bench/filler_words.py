@@ -1,4 +1,4 @@
-"""Token ids as words, for endpoints that take text and whose tokenizer nobody here knows.
+"""Token ids as words, for endpoints that take text and whose tokenizer is unknown.
 
 Common English words are one token each, with the space before them, in about every vocabulary; the
 server's usage says how many they were.

@@ -16,7 +16,7 @@ class FailureKind(StrEnum):
     BROKEN = "broken"
     """The stream ended before the answer did, or could not be read."""
     UNCOUNTED = "uncounted"
-    """The answer came, but nobody said how many tokens it has."""
+    """The answer came, but no token count came with it."""
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
 
@@ -34,7 +34,7 @@ class RequestFailure:
 class Record:
     """What is known of a request. Token counts are the engine's own, never those of chunks.
 
-    `counts` has the number of tokens of each arrival, as the server told it; None where it did
+    `counts` has the number of tokens of each arrival, as the server reports it; None where it does
     not, or where its numbers do not add up to its own total (then `contradictory`).
     """
 

@@ -16,7 +16,7 @@ class Stream:
 
     Tokens come from the usage or from token ids, never from the number of chunks. Of the running
     usage (`continuous_usage_stats`) the increase is what a chunk brought. A chunk without text
-    counts if tokens are told for it.
+    counts if tokens are reported for it.
     """
 
     def __init__(self, record: Record) -> None:
@@ -113,11 +113,11 @@ class Stream:
         while self._silent and self._told[0] is None:
             del self._told[0], record.arrivals[0]
             self._silent -= 1
-        told = [count for count in self._told if count is not None]
-        if told and len(told) == len(self._told) and min(told) >= 0:
-            record.counts = told
+        counts = [count for count in self._told if count is not None]
+        if counts and len(counts) == len(self._told) and min(counts) >= 0:
+            record.counts = counts
             record.settle()
-        elif told and min(told) < 0:
+        elif counts and min(counts) < 0:
             record.contradictory = True
         if record.counts is not None:
             with_tokens = [at for at, n in zip(record.arrivals, record.counts, strict=True) if n]

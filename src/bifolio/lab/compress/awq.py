@@ -1,6 +1,6 @@
 """AWQ (Lin et al., arXiv 2306.00978): inputs of great magnitude get finer steps.
 
-The columns of a matrix are multiplied by scales and whatever makes its inputs is divided by them,
+The columns of a matrix are multiplied by scales and what makes its inputs is divided by them,
 so that the model computes the same. Of a row of exponents the one of least output error decides:
 scales are magnitudes to that power. They are powers of two, so that nothing is rounded by folding:
 before codes are chosen the folded model has the very numbers of the source.

@@ -16,7 +16,7 @@ PIECE = 512
 """Most tokens of a piece."""
 
 _HELD_OUT = 8
-"""Of so many pieces one is held out, from the end of the file, to measure the result on."""
+"""One piece in this many is held out, from the end of the file, to measure the result on."""
 
 LEAST_TOKENS = _HELD_OUT * PIECE
 """What a text must have, and the fewest that can be asked for."""

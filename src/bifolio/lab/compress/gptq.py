@@ -16,7 +16,7 @@ DAMPING = 0.01
 """Added to the diagonal of the Hessian, as a share of its mean."""
 
 _BLOCK = 128
-"""Columns after which the errors of a block reach the columns behind it in one product."""
+"""Columns after which the errors of a block reach the later columns in one product."""
 
 _STRONGER = 10.0
 _TRIES = 6

@@ -179,10 +179,10 @@ class LayerRunner:
         moments: dict[WeightMatrix, Moments] | None = None,
         see_cache: Callable[[LayerCache, int], None] = lambda _cache, _length: None,
     ) -> Streams:
-        """The streams behind layer `index` with weights of `checkpoint`.
+        """The streams after layer `index` with weights of `checkpoint`.
 
         With `moments`, inputs of the matrices that it names are added there. `see_cache` is called
-        after each text with the fp32 cache of the layer, whose pages hold so many tokens in order.
+        after each text with the fp32 cache of the layer, whose pages hold them in order.
         """
         layer, weights = self._build(index, checkpoint, moments or {})
         self._ops.watch = {id(weights[matrix]): one.add for matrix, one in (moments or {}).items()}

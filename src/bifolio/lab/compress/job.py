@@ -1,4 +1,4 @@
-"""Compresses a checkpoint file by file, so that a killed run goes on where it was.
+"""Compresses a checkpoint file by file, so that a killed run resumes where it was.
 
 The target folder holds `.compress/` while the work lasts: what is being made (another recipe,
 source or text is refused), and for each finished file its errors. A file has its own name only
@@ -196,7 +196,7 @@ class CompressionJob:
             if changed:
                 raise ConfigError(
                     f"{self._target} holds an unfinished compression whose {', '.join(changed)} "
-                    f"was another ({before.get('recipe')}); go on with that, or delete the folder"
+                    f"was another ({before.get('recipe')}); resume with that, or delete the folder"
                 )
             return
         if self._target.exists() and visible(self._target, "*"):
@@ -240,8 +240,7 @@ def _own_json(path: Path) -> Any:
         return parse_json(read_text(path, LARGE_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot go on with {path.parent.parent}: {path.name}: {cause_of(error)}; delete the "
-            "folder"
+            f"cannot resume {path.parent.parent}: {path.name}: {cause_of(error)}; delete the folder"
         ) from error
 
 

@@ -27,10 +27,10 @@ def compress_checkpoint(
     shard_bytes: int | None = None,
     progress: Progress = lambda _stage, _done, _total: None,
 ) -> ErrorReport:
-    """Write the compressed checkpoint to the folder `target`, or go on writing it.
+    """Write the compressed checkpoint to the folder `target`, or resume writing it.
 
     GPTQ and AWQ need `texts`. `judge` measures the result once it can be loaded; a run that ends
-    within goes on there. Errors: ConfigError for options that cannot work, CheckpointError
+    within resumes there. Errors: ConfigError for options that cannot work, CheckpointError
     for a source that is not sound.
     """
     model = SourceModel(source)
@@ -59,5 +59,5 @@ def _writing(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"writing {target} ended: {error}; with the cause removed, the same command goes on"
+            f"writing {target} ended: {error}; with the cause removed, the same command resumes"
         ) from error

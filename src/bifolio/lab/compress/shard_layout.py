@@ -1,6 +1,6 @@
 """Which tensors the compressed checkpoint holds, and in which file: known before any is computed.
 
-A unit is what is compressed together: the embedding, each layer, whatever stands behind them.
+A unit is what is compressed together: the embedding, each layer, and what follows them.
 Units fill files in order; a unit is never cut.
 """
 

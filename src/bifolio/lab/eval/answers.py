@@ -15,7 +15,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(_what: str, _done: int, _total: int) -> None:
-    """A Progress that tells nobody."""
+    """Reports no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _choose(
 def _continuations(
     one: Prompted, item: Item, ids: tuple[int, ...], answers: Iterable[str], texts: SubjectTokenizer
 ) -> list[list[int]]:
-    """Ids of answers behind the prompt: a space before them, unless a template ends the prompt."""
+    """Ids of answers after the prompt: a space before them, unless a template ends the prompt."""
     if one.chat:
         return [texts.side.tokenizer.encode(answer) for answer in answers]
     gap = "" if item.prompt.endswith((" ", "\n")) else " "

@@ -14,7 +14,7 @@ from torch import Tensor
 from bifolio.lab.eval.statistics import bootstrap, sign_test
 
 Window = tuple[Sequence[int], Sequence[int]]
-"""A context and the continuation that is scored behind it."""
+"""A context and the continuation that is scored after it."""
 
 
 class Scorer(Protocol):

@@ -90,7 +90,7 @@ def read_passage(path: Path, language: str = "") -> Passage:
 
 @dataclass(frozen=True, slots=True)
 class DistanceRun:
-    """`count` windows at each length of `contexts`, with `scored` tokens behind each."""
+    """`count` windows at each length of `contexts`, with `scored` tokens after each."""
 
     passages: Sequence[Passage]
     contexts: Sequence[int] = (64, 256, 768)

@@ -33,7 +33,7 @@ class Judgement:
 
 
 Judge = Callable[[Item, str], Judgement]
-"""Reads the text of an answer; never raises, whatever the model wrote."""
+"""Reads the text of an answer; never raises, for any text."""
 
 
 Measure = Callable[[Sequence[Item], Sequence[str], Sequence[str]], Mapping[str, float | None]]

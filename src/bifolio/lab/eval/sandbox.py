@@ -46,7 +46,7 @@ def run(
 ) -> SandboxResult:
     """Run `code`. It passes by reaching its end without an exception within the limits.
 
-    The end is marked by a word that the code is not told, so leaving early (`os._exit(0)`) is no
+    The end is marked by a word that the code does not know, so leaving early (`os._exit(0)`) is no
     pass.
     """
     word = secrets.token_hex(16)

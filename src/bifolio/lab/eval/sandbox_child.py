@@ -36,7 +36,7 @@ def _leave_the_network() -> bool:
 
 
 def _be_nobody() -> None:
-    """Give root away, unless nobody could then import the standard library."""
+    """Give root away, unless the user `nobody` could then not import the standard library."""
     os.chown(".", _NOBODY, _NOBODY)
     os.seteuid(_NOBODY)
     readable = os.access(os.__file__, os.R_OK, effective_ids=True)

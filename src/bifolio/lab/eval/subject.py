@@ -76,7 +76,7 @@ class SubjectTokenizer:
         return tokenizer.encode(rendered.text, guard=rendered.guard)
 
     def continuation_ids(self, prompt_ids: Sequence[int], prompt: str, text: str) -> list[int]:
-        """Ids of `text` behind a plain prompt: those by which the whole is longer.
+        """Ids of `text` after a plain prompt: those by which the whole is longer.
 
         Where the border of the two is no border of tokens, ids of the text alone.
         """
@@ -104,7 +104,7 @@ class Generated:
 
 
 class Subject:
-    """An engine that serves nobody else. `engine` may be handed in, for fault injection."""
+    """An engine of its own. `engine` may be handed in, for fault injection."""
 
     def __init__(
         self, setup: Setup, texts: SubjectTokenizer, tokens: int, engine: Engine | None = None

@@ -1,6 +1,6 @@
 """What fits: bytes of weights and of cache on one rank, tokens, requests.
 
-One rule for memory, whatever the device and the model: weights and cache share MEMORY_SHARE of the
+One rule for memory on every device and model: weights and cache share MEMORY_SHARE of the
 device's memory; the rest is for activations, workspaces, graphs, communication buffers and the
 runtime.
 """

@@ -126,7 +126,7 @@ BLOCK = 512
 
 
 class TracedRequest(NamedTuple):
-    """A request: tokens, ids of the prompt's blocks, seconds of arrival; None where not told."""
+    """A request: tokens, ids of the prompt's blocks, seconds of arrival; None where not given."""
 
     prompt: int
     output: int

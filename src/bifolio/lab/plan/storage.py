@@ -91,7 +91,7 @@ def as_published(model: ModelSpec, weights: WeightFormat | None, like: PhasePlan
     """A plan in the form of published checkpoints, its cache and head those of `like`.
 
     With experts, int4 is for routed experts and the rest is bf16 (Kimi K2.6), and embedding and
-    head are bf16 whatever the format (DeepSeek-V3, GLM-5.2).
+    head are bf16 in every format (DeepSeek-V3, GLM-5.2).
     """
     plan = replace(like, weights=weights, experts=None)
     if weights is None or model.moe is None:

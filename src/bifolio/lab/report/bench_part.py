@@ -20,8 +20,8 @@ def points(bench: Bench, target: str, part: str = "") -> list[Point]:
 
 def name_of(bench: Bench, target: str) -> str:
     """What a target is called: its plan as asked, else as it runs, else its address."""
-    told = bench["targets"][target]
-    return target or told.get("plan") or told.get("url") or "?"
+    described = bench["targets"][target]
+    return target or described.get("plan") or described.get("url") or "?"
 
 
 def load_name(load: Mapping[str, Any]) -> str:
@@ -50,7 +50,7 @@ def speed_table(bench: Bench) -> Table:
     """Format × load → throughput, latencies, cache, cost."""
     rows: list[list[str]] = []
     marked, struck = set(), set()
-    for target, told in bench["targets"].items():
+    for target, described in bench["targets"].items():
         sweep = bench["sweeps"][target]
         for point in points(bench, target):
             at = point["load"]["concurrency"]
@@ -67,7 +67,7 @@ def speed_table(bench: Bench) -> Table:
                     f"{numbers.whole(numbers.middle(rate))} {numbers.spread(rate)}".strip(),
                     _pair(point, "ttft"),
                     _pair(point, "tpot"),
-                    numbers.whole(told.get("cache_tokens")),
+                    numbers.whole(described.get("cache_tokens")),
                     numbers.NONE if ran is None else f"{ran:.0f}",
                     numbers.short(figure(point, "cost_per_million_output_tokens")),
                 ]
@@ -111,8 +111,8 @@ def capacity_table(bench: Bench) -> Table:
     rows = []
     first = next(iter(bench["targets"]))
     base = bench["targets"][first].get("cache_tokens")
-    for target, told in bench["targets"].items():
-        sweep, tokens = bench["sweeps"][target], told.get("cache_tokens")
+    for target, described in bench["targets"].items():
+        sweep, tokens = bench["sweeps"][target], described.get("cache_tokens")
         ends = sweep["admission_ends_at"]
         why = "" if ends is None else " (memory)" if sweep["ended_by_memory"] else " (a limit)"
         rows.append(
@@ -120,7 +120,7 @@ def capacity_table(bench: Bench) -> Table:
                 name_of(bench, target),
                 numbers.whole(tokens),
                 numbers.times(tokens / base) if tokens and base else numbers.NONE,
-                numbers.size(told.get("weight_bytes")),
+                numbers.size(described.get("weight_bytes")),
                 "beyond the sweep" if ends is None else f"{ends}{why}",
                 numbers.NONE
                 if sweep["peak_concurrency"] is None

@@ -78,7 +78,7 @@ def _bench_section(bench: Mapping[str, Any], prefix: str) -> Section:
 
 
 def _models(found: Documents) -> str:
-    names = [told["model"] for bench in found.benches for told in bench["targets"].values()]
+    names = [target["model"] for bench in found.benches for target in bench["targets"].values()]
     names += [str(plan["model"]) for plan in found.plans]
     names += [str((e.get("model") or {}).get("name")) for e in found.evals]
     return ", ".join(dict.fromkeys(name.rstrip("/").rpartition("/")[2] for name in names))

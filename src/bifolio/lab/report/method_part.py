@@ -55,9 +55,12 @@ def _environment(bench: Mapping[str, Any]) -> Table:
         ["kernels", ", ".join(sorted({t["kernels"] for t in _told(bench) if t["kernels"]})) or "–"],
         ["seed", str(bench["seed"])],
     ]
-    for target, told in bench["targets"].items():
+    for target, described in bench["targets"].items():
         rows.append(
-            [f"{target or 'target'}, as it ran", told.get("plan") or told.get("url") or "?"]
+            [
+                f"{target or 'target'}, as it ran",
+                described.get("plan") or described.get("url") or "?",
+            ]
         )
     return Table(["benchmark", ""], rows, names=2)
 

@@ -83,8 +83,8 @@ def _measured(plan: PlanDocument, benches: Sequence[Bench]) -> dict[int, float]:
     for bench in benches:
         if not _alike(plan, bench):
             continue
-        for target, told in bench["targets"].items():
-            if plan["plan"] not in (told.get("plan"), target):
+        for target, described in bench["targets"].items():
+            if plan["plan"] not in (described.get("plan"), target):
                 continue
             for point in points(bench, target):
                 at, tpot = point["load"]["concurrency"], figure(point, "tpot_p50")

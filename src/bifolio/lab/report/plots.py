@@ -50,7 +50,7 @@ _DARK = _Theme(
 _VARIABLES = _Theme(
     "#010101", "#020202", "#030303", tuple(f"#0404{i:02x}" for i in range(1, _LINES + 1))
 )
-"""Colours that nobody would choose, to be found again in the SVG."""
+"""Placeholder colours, replaced in the SVG."""
 
 COLOURS = {"light": _LIGHT, "dark": _DARK}
 

@@ -96,7 +96,7 @@ def _moe(spec: ModelSpec, at: str) -> MoETensors:
 def with_predictors(
     spec: ModelSpec, tensors: ModelTensors, layer: Callable[[ModelSpec, int], LayerTensors]
 ) -> ModelTensors:
-    """The same with the layers behind the last one, which predict further tokens.
+    """The same with the layers after the last one, which predict further tokens.
 
     Checkpoints may store embedding and head with each of them once more; DeepSeek-V3's do.
     """

@@ -1,4 +1,4 @@
-"""Exact copying: what a cache with a small error gets wrong first, and nobody forgives."""
+"""Exact copying: what a cache with a small error gets wrong first."""
 
 from __future__ import annotations
 

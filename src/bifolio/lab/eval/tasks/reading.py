@@ -11,7 +11,7 @@ _FINAL = re.compile(rf"(?:####|answer is:?|\\boxed\{{)\s*\**\s*\$?({_NUMBER})", 
 
 
 def read_number(text: str) -> str | None:
-    """The final number of a worked answer: behind `####`, "answer is" or in a box, else the last.
+    """The final number of a worked answer: after `####`, "answer is" or in a box, else the last.
 
     The last such mark counts, since a model may recite an example or correct itself. Currency
     signs, thousands separators and a trailing `.0` are dropped.

@@ -19,7 +19,7 @@ _ANIMALS = ("badger", "heron", "lynx", "otter", "raven", "stork", "viper", "weas
 
 
 def retrieval(count: int, seed: int) -> list[Task]:
-    """`kv`: the value of a key in a list. `needle`: a number told once in a longer text."""
+    """`kv`: the value of a key in a list. `needle`: a number stated once in a longer text."""
     return [
         Task("kv", tuple(_kv(count, seed)), judge_exact, f"built in, seed {seed}", max_tokens=12),
         Task(
@@ -57,12 +57,12 @@ def _needles(count: int, seed: int) -> list[Item]:
         length = SENTENCES[i % len(SENTENCES)]
         names = draw.sample([(c, a) for c in _COLOURS for a in _ANIMALS], 2)
         numbers = draw.sample(range(10_000, 100_000), 2)
-        told = [
+        facts = [
             f"The code of the {colour} {animal} is {number}."
             for (colour, animal), number in zip(names, numbers, strict=True)
         ]
-        text = [_sentence(draw) for _ in range(length - len(told))]
-        for sentence in told:
+        text = [_sentence(draw) for _ in range(length - len(facts))]
+        for sentence in facts:
             text.insert(draw.randint(0, len(text)), sentence)
         (colour, animal), (other_colour, other_animal) = names
         prompt = (
