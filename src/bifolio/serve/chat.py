@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.serve.envelope import DONE, Envelope
-from bifolio.serve.generation import Generation, Piece, collect
+from bifolio.serve.generation import Generation, Piece, collect, paced
 from bifolio.serve.middleware import answer_id
 from bifolio.serve.prepare import Prepared, Route
 from bifolio.serve.protocol import ChatBody
@@ -57,13 +57,19 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
     )
     if body.stream:
         return EventStream(_events(service.tokenizer, body, envelope, generation))
-    found = await while_connected(request.receive, collect(generation.pieces()))
-    choices = [_choice(service.tokenizer, i, found[i]) for i in sorted(found)]
+    choices = await while_connected(request.receive, _choices(service.tokenizer, generation))
     return Response(envelope.answer(choices, generation.usage), media_type="application/json")
 
 
-def _choice(tokenizer: Tokenizer, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-    content = [entry for piece in pieces for entry in _entries(tokenizer, piece) or ()]
+async def _choices(tokenizer: Tokenizer, generation: Generation) -> list[dict[str, Any]]:
+    found = await collect(generation.pieces())
+    return [await _choice(tokenizer, i, found[i]) for i in sorted(found)]
+
+
+async def _choice(tokenizer: Tokenizer, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    content: list[dict[str, Any]] = []
+    async for piece in paced(pieces):
+        content += _entries(tokenizer, piece) or ()
     has_logprobs = pieces[-1].logprobs is not None
     return {
         "index": index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from bifolio.engine.tokenizer import Tokenizer
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.serve.envelope import DONE, Envelope
-from bifolio.serve.generation import Generation, Piece, Usage, collect
+from bifolio.serve.generation import PACE, Generation, Piece, Usage, collect, paced
 from bifolio.serve.middleware import answer_id
 from bifolio.serve.prepare import EncodedPrompt, Prepared, Route
 from bifolio.serve.protocol import CompletionBody
@@ -99,9 +100,10 @@ class _Answer:
         for choice in self._choices:
             pieces = found[choice.index]
             texts = [choice.prompt_text] if self._echo else []
-            blocks = [self._prompt_logprobs(choice, pieces)] if self._echo else []
-            blocks += [choice.logprobs(piece.tokens, piece.logprobs) for piece in pieces]
-            texts += [piece.text for piece in pieces]
+            blocks = [await self._prompt_logprobs(choice, pieces)] if self._echo else []
+            async for piece in paced(pieces):
+                blocks.append(choice.logprobs(piece.tokens, piece.logprobs))
+                texts.append(piece.text)
             choices.append(
                 {
                     "index": choice.index,
@@ -133,7 +135,7 @@ class _Answer:
                         continue
                     choice.echoed = True
                     text = choice.prompt_text + text
-                    blocks.append(self._prompt_logprobs(choice, pending.pop(piece.choice)))
+                    blocks.append(await self._prompt_logprobs(choice, pending.pop(piece.choice)))
                 blocks.append(choice.logprobs(piece.tokens, piece.logprobs))
                 if self._body.continuous_usage:
                     usage = orjson.dumps(self._usage.body())
@@ -162,9 +164,11 @@ class _Answer:
                     )
                 yield piece
 
-    def _prompt_logprobs(self, choice: _Choice, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+    async def _prompt_logprobs(
+        self, choice: _Choice, pieces: Sequence[Piece]
+    ) -> dict[str, list[Any]]:
         found = [entry for piece in pieces for entry in piece.prompt_logprobs or ()]
-        return choice.prompt_logprobs(found) if self._wants_logprobs else _joined([])
+        return await choice.prompt_logprobs(found) if self._wants_logprobs else _joined([])
 
 
 def _chunk(piece: Piece, text: str, logprobs: bytes) -> bytes:
@@ -206,16 +210,24 @@ class _Choice:
         """The prompt as text, without what the tokenizer put before it."""
         return self._tokenizer.decode(self._prompt.ids[self._prompt.added :])
 
-    def prompt_logprobs(self, found: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
-        """The block of the prompt's tokens; the first has no log probability."""
+    async def prompt_logprobs(self, found: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
+        """The block of the prompt's tokens; the first has no log probability.
+
+        A long prompt takes a quarter of a second, so other requests have turns in between.
+        """
         assert len(found) == len(self._prompt.ids), "the engine reports each position once"
         ids = self._prompt.ids
         whole = b"".join(map(self._tokenizer.token_bytes, ids[self._prompt.added :]))
         self._offset = len(self.prompt_text) - len(whole.decode(errors="replace"))
-        block = self._block(ids, found, added=self._prompt.added)
+        blocks = []
+        for start in range(0, len(ids), PACE):
+            await asyncio.sleep(0)
+            part = slice(start, start + PACE)
+            added = self._prompt.added - start
+            blocks.append(self._block(ids[part], found[part], added=added))
         self._utf8.reset()
         self._offset = len(self.prompt_text)
-        return block
+        return _joined(blocks)
 
     def logprobs(
         self, tokens: Sequence[int], found: Sequence[TokenLogprobs] | None
