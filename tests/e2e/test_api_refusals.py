@@ -162,19 +162,35 @@ async def test_too_many_alternatives(tiny, count):
 
 
 async def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_know(tiny):
-    """LiteLLM looks for the first sentence, LangChain for the code or the last words of these."""
+    """LiteLLM looks for the first sentence, LangChain for the code or "prompt is too long"."""
     answer = await tiny.post("/v1/completions", **COMPLETION | {"prompt": [97] * 511})
     assert answer.json()["choices"][0]["finish_reason"] == "length"
-    words = "This model's maximum context length is 512 tokens. However, the prompt is too long"
+    words = (
+        "This model's maximum context length is 512 tokens. However, the prompt is too long: it "
+    )
+    room = ", and at least one more is for the answer."
     chat = CHAT | {"messages": [{"role": "user", "content": "a" * 600}]}
-    for path, body, param in [
-        ("/v1/completions", COMPLETION | {"prompt": [97] * 512}, "prompt"),
-        ("/v1/completions", COMPLETION | {"prompt": "a" * 513}, "prompt"),
-        ("/v1/completions", COMPLETION | {"prompt": "a" * 20_000}, "prompt"),
-        ("/v1/chat/completions", chat, "messages"),
+    for path, body, param, has in [
+        ("/v1/completions", COMPLETION | {"prompt": [97] * 512}, "prompt", "has 512 tokens"),
+        ("/v1/completions", COMPLETION | {"prompt": "a" * 513}, "prompt", "has 513 tokens"),
+        (
+            "/v1/completions",
+            COMPLETION | {"prompt": "a" * 20_000},
+            "prompt",
+            "has 20000 characters",
+        ),
+        ("/v1/chat/completions", chat, "messages", "has 619 tokens"),
     ]:
-        await refused(tiny, path, body, param, words, code="context_length_exceeded")
-        await refused(tiny, path, body | {"stream": True}, param, words)
+        text = f"{words}{has}{room if 'tokens' in has else '.'}"
+        for more in ({}, {"stream": True}, {"max_tokens": 100_000}):
+            response = await tiny.http.post(path, json=body | more)
+            assert response.status_code == 400
+            assert response.json()["error"] == {
+                "message": text,
+                "type": "invalid_request_error",
+                "param": param,
+                "code": "context_length_exceeded",
+            }
 
 
 async def test_null_means_not_sent(tiny):
@@ -246,8 +262,12 @@ def with_type(**fields):
     return {"response_format": fields}
 
 
+def shown_tools(*tools):
+    return {"tools": [*tools], "tool_choice": "none"}
+
+
 def tool(**fields):
-    return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
+    return shown_tools({"type": "function", "function": {"name": "f"} | fields})
 
 
 SCHEMA = {"name": "x", "schema": {}}
@@ -256,6 +276,8 @@ UNSUPPORTED = [
     (with_type(json_schema=SCHEMA, type="json_schema"), "response_format", "json_schema"),
     (with_type(type="json_object"), "response_format", "not supported yet"),
     ({"tools": TOOLS}, "tools", "tool_choice='none'"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "leave out tools"),
+    ({"tools": [{"type": "mcp", "server_label": "m"}]}, "tools", "leave out tools"),
     ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", "tool_choice='none'"),
     ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "tool_choice='none'"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "tool"),
@@ -277,7 +299,7 @@ UNKNOWN = [
     ),
     (with_type(type="text", schema={}), "response_format.schema", "unknown parameter"),
     (tool(nonsense=5), "tools[0].function.nonsense", "unknown parameter"),
-    ({"tools": [{"function": {"name": "f"}, "x": 1}]}, "tools[0].x", "unknown parameter"),
+    (shown_tools({"function": {"name": "f"}, "x": 1}), "tools[0].x", "unknown parameter"),
     (
         {"tool_choice": {"type": "function", "function": {"name": "f", "x": 1}}},
         "tool_choice.function.x",
@@ -298,11 +320,11 @@ INVALID = [
     ({"response_format": "json"}, "response_format", "object"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
     ({"stream_options": 5}, "stream_options", "object"),
-    ({"tools": [5]}, "tools", "object"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+    (shown_tools(5), "tools", "object"),
+    (shown_tools({"type": "function"}), "tools[0].function", "is required"),
     (tool(name=5), "tools[0].function.name", "string"),
     (tool(parameters="x"), "tools[0].function.parameters", "object"),
-    ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools[0].type", "'function'"),
+    (shown_tools({"type": "web", "function": {"name": "f"}}), "tools[0].type", "'function'"),
     ({"tool_choice": "some"}, "tool_choice", "'none', 'auto' or 'required'"),
     ({"tool_choice": {"function": {}}}, "tool_choice.function.name", "is required"),
     ({"reasoning_effort": "hihg"}, "reasoning_effort", "'none', 'minimal', 'low'"),
@@ -331,7 +353,8 @@ async def test_a_chat_with_tools_is_refused_with_the_option_that_lets_the_model_
     """What Open WebUI sends when a tool is switched on; the option that the text names works."""
     body = {"stream": True, "model": "tiny", "messages": USER, "tools": TOOLS}
     body |= {"tool_choice": "auto", "stream_options": {"include_usage": True}}
-    await refused(tiny, "/v1/chat/completions", body, "tool_choice", "with tool_choice='none'")
+    words = "leave out tools, or send tool_choice='none', with which the model sees the tools"
+    await refused(tiny, "/v1/chat/completions", body, "tool_choice", words)
     answer = await tiny.post("/v1/chat/completions", **body | {"tool_choice": "none"})
     assert answer.status_code == 200
     ids = (await tiny.post("/tokenize", messages=USER, tools=TOOLS)).json()["tokens"]

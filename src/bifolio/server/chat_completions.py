@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bifolio.server.envelope import DONE, Envelope
-from bifolio.server.generation import AnswerPiece, Generation, collect
+from bifolio.server.generation import AnswerPiece, Generation, collect, paced
 from bifolio.server.middleware import answer_id
 from bifolio.server.prepare import BodyRoute, Prepared
 from bifolio.server.request_bodies import ChatBody
@@ -57,13 +57,21 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
     )
     if body.stream:
         return EventStream(_events(service.tokenizer, body, envelope, generation))
-    found = await while_connected(request.receive, collect(generation.pieces()))
-    choices = [_choice(service.tokenizer, i, found[i]) for i in sorted(found)]
+    choices = await while_connected(request.receive, _choices(service.tokenizer, generation))
     return Response(envelope.answer(choices, generation.usage), media_type="application/json")
 
 
-def _choice(tokenizer: Tokenizer, index: int, pieces: Sequence[AnswerPiece]) -> dict[str, Any]:
-    content = [entry for piece in pieces for entry in _entries(tokenizer, piece) or ()]
+async def _choices(tokenizer: Tokenizer, generation: Generation) -> list[dict[str, Any]]:
+    found = await collect(generation.pieces())
+    return [await _choice(tokenizer, i, found[i]) for i in sorted(found)]
+
+
+async def _choice(
+    tokenizer: Tokenizer, index: int, pieces: Sequence[AnswerPiece]
+) -> dict[str, Any]:
+    content: list[dict[str, Any]] = []
+    async for piece in paced(pieces):
+        content += _entries(tokenizer, piece) or ()
     has_logprobs = pieces[-1].logprobs is not None
     return {
         "index": index,

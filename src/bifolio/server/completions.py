@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.server.envelope import DONE, Envelope
-from bifolio.server.generation import AnswerPiece, Generation, Usage, collect
+from bifolio.server.generation import PACE, AnswerPiece, Generation, Usage, collect, paced
 from bifolio.server.middleware import answer_id
 from bifolio.server.prepare import BodyRoute, EncodedPrompt, Prepared
 from bifolio.server.request_bodies import CompletionBody
@@ -99,9 +100,10 @@ class _Answer:
         for choice in self._choices:
             pieces = found[choice.index]
             texts = [choice.prompt_text] if self._echo else []
-            blocks = [self._prompt_logprobs(choice, pieces)] if self._echo else []
-            blocks += [choice.logprobs(piece.tokens, piece.logprobs) for piece in pieces]
-            texts += [piece.text for piece in pieces]
+            blocks = [await self._prompt_logprobs(choice, pieces)] if self._echo else []
+            async for piece in paced(pieces):
+                blocks.append(choice.logprobs(piece.tokens, piece.logprobs))
+                texts.append(piece.text)
             choices.append(
                 {
                     "index": choice.index,
@@ -133,7 +135,7 @@ class _Answer:
                         continue
                     choice.echoed = True
                     text = choice.prompt_text + text
-                    blocks.append(self._prompt_logprobs(choice, pending.pop(piece.choice)))
+                    blocks.append(await self._prompt_logprobs(choice, pending.pop(piece.choice)))
                 blocks.append(choice.logprobs(piece.tokens, piece.logprobs))
                 if self._body.continuous_usage:
                     usage = orjson.dumps(self._usage.body())
@@ -162,11 +164,11 @@ class _Answer:
                     )
                 yield piece
 
-    def _prompt_logprobs(
+    async def _prompt_logprobs(
         self, choice: _CompletionChoice, pieces: Sequence[AnswerPiece]
     ) -> dict[str, list[Any]]:
         found = [entry for piece in pieces for entry in piece.prompt_logprobs or ()]
-        return choice.prompt_logprobs(found) if self._wants_logprobs else _joined([])
+        return await choice.prompt_logprobs(found) if self._wants_logprobs else _joined([])
 
 
 def _chunk(piece: AnswerPiece, text: str, logprobs: bytes) -> bytes:
@@ -208,16 +210,24 @@ class _CompletionChoice:
         """The prompt as text, without what the tokenizer put before it."""
         return self._tokenizer.decode(self._prompt.ids[self._prompt.added :])
 
-    def prompt_logprobs(self, found: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
-        """The block of the prompt's tokens; the first has no log probability."""
+    async def prompt_logprobs(self, found: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
+        """The block of the prompt's tokens; the first has no log probability.
+
+        A long prompt takes a quarter of a second, so other requests have turns in between.
+        """
         assert len(found) == len(self._prompt.ids), "the engine reports each position once"
         ids = self._prompt.ids
         whole = b"".join(map(self._tokenizer.token_bytes, ids[self._prompt.added :]))
         self._offset = len(self.prompt_text) - len(whole.decode(errors="replace"))
-        block = self._block(ids, found, added=self._prompt.added)
+        blocks = []
+        for start in range(0, len(ids), PACE):
+            await asyncio.sleep(0)
+            part = slice(start, start + PACE)
+            added = self._prompt.added - start
+            blocks.append(self._block(ids[part], found[part], added=added))
         self._utf8.reset()
         self._offset = len(self.prompt_text)
-        return block
+        return _joined(blocks)
 
     def logprobs(
         self, tokens: Sequence[int], found: Sequence[TokenLogprobs] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -239,6 +240,18 @@ class Generation:
             if not choice.finished:
                 choice.finished = True
                 count()
+
+
+PACE = 256
+"""Tokens that an answer may be built from before other requests have their turn."""
+
+
+async def paced(pieces: Sequence[AnswerPiece]) -> AsyncGenerator[AnswerPiece, None]:
+    """The pieces of an answer that is complete, with turns for other requests in between."""
+    for i, piece in enumerate(pieces):
+        if i % PACE == 0:
+            await asyncio.sleep(0)
+        yield piece
 
 
 async def collect(pieces: AsyncGenerator[AnswerPiece, None]) -> dict[int, list[AnswerPiece]]:

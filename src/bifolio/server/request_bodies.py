@@ -510,20 +510,29 @@ class ChatBody(_Conversation, GenerationBody):
         """Alternatives reported beside each token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _wants_no_calls(cls, data: Any) -> Any:
+        """Refuse tools to be called before their fields are looked at, which would not help."""
+        if isinstance(data, dict) and data.get("tools") and data.get("tool_choice") != "none":
+            raise _tool_calls("tool_choice" if data.get("tool_choice") else "tools")
+        return data
+
     @model_validator(mode="after")
     def _can_be_honoured(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
-        if self.tool_choice not in (None, "none", "auto") or (
-            self.tools and self.tool_choice != "none"
-        ):
-            raise RequestError(
-                "tool calls are not read from answers yet; with tool_choice='none' the model sees "
-                "the tools and answers in text",
-                "tool_choice" if self.tool_choice else "tools",
-                UNSUPPORTED,
-            )
+        if self.tool_choice not in (None, "none", "auto"):
+            raise _tool_calls("tool_choice")
         return self
+
+
+def _tool_calls(param: str) -> RequestError:
+    text = (
+        "tool calls in answers are not supported yet: leave out tools, or send "
+        "tool_choice='none', with which the model sees the tools and answers in text"
+    )
+    return RequestError(text, param, UNSUPPORTED)
 
 
 class TokenizeBody(_Conversation, _Body):
