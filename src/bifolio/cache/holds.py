@@ -3,7 +3,7 @@
 Such a page must not be given out, even if the request ends. So the table goes to a *hold*:
 it has an owner, the transfer of that request, and a deadline, which the owner puts off whenever it
 makes progress. No deadline alone releases pages: `expired` names the owners, which are
-told to stop, and release when they have.
+asked to stop, and release when they have.
 
 A hold is opened, empty, when the transfer begins, and gets the table when the request ends, however
 it ends.

@@ -9,7 +9,7 @@ that the request is in line, and Outputs until one of them has a `finish`. After
 says nothing more about that request.
 
 Engines that share the phases of a request between them are introduced by the front end: a decode
-engine is told to Listen and answers where it does, a prefill engine is told to Connect there, and
+engine is sent Listen and answers where it does, a prefill engine is sent Connect there, and
 PeerNews says what became of it.
 """
 

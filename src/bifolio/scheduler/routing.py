@@ -16,7 +16,7 @@ MAX_BLOCKS = 65_536
 """Blocks remembered per worker: 4 million tokens."""
 
 AFFINITY_SLACK = 2048
-"""Tokens that a session's own worker may be behind the best one and still be taken."""
+"""Tokens that a session's own worker may lag the best one and still be taken."""
 
 
 class PrefixIndex:

@@ -125,7 +125,7 @@ class Scheduler(SchedulerState):
         return self._find_pages(request.tenant, pages, growth, overtakes=overtakes)
 
     def adopt(self, request: Request, table: PageTable, result: PrefillResult) -> None:
-        """Go on with a request whose prompt was computed elsewhere, into pages reserved here.
+        """Continue a request whose prompt was computed elsewhere, into pages reserved here.
 
         The first token is news, and the rules that end a request are applied to it before anything
         is scheduled. `table` holds the whole prompt, proven, and is the scheduler's from now on.

@@ -123,7 +123,7 @@ class LoadClient:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
+            raise ConfigError(f"invalid --url {url!r}: expected http://HOST:PORT")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self._host, self._path = parts.hostname, parts.path
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None

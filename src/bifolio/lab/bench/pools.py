@@ -55,7 +55,7 @@ class _Times:
     last: float = 0.0
 
     def take(self, now: float, tokens: int) -> None:
-        """So many tokens arrived together: they share the time since the last ones."""
+        """`tokens` tokens arrived together: they share the time since the last ones."""
         if not self.tokens:
             self.first = now - self.start
             self.gaps += [0.0] * (tokens - 1)

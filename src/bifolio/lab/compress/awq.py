@@ -6,7 +6,7 @@ scales are magnitudes to that power. They are powers of two, so that nothing is 
 before codes are chosen the folded model has the very numbers of the source.
 
 A fold is possible where the inputs come straight from something that can be divided: the gain of a
-norm, the rows of `up_proj` (for `down_proj`), the rows that make values (for `o_proj`). Whatever
+norm, the rows of `up_proj` (for `down_proj`), the rows that make values (for `o_proj`). What
 else reads the same inputs (router, indexer, experts) is multiplied too.
 """
 
