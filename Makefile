@@ -3,7 +3,7 @@ BIN := .venv/bin
 MODEL ?= smollm2-135m
 ARGS ?=
 
-.PHONY: help serve chat check test soak sanitize sanitize-threads bench bench-pools wheel clean \
+.PHONY: help serve chat check test quick soak sanitize sanitize-threads bench bench-pools wheel clean \
   env-run env-dev
 
 help:  ## say what each command does
@@ -26,9 +26,16 @@ check: env-dev  ## lint, types, layers: under a minute
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python tools/check_names.py
+	$(BIN)/python tools/check_prose.py
+	$(BIN)/python tools/make_figures.py --check
 
 test: check  ## check, then every test but the long ones
 	$(BIN)/pytest -m "not soak" $(ARGS)
+
+quick: env-dev  ## the tests that need neither torch nor a process of their own: seconds
+	$(BIN)/pytest --quick -m "not soak" --ignore tests/e2e --ignore tests/kernels \
+	  --ignore tests/process $(ARGS)
 
 soak: env-dev  ## the long runs; results go to docs/results, dated
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -m soak --timeout 0 $(ARGS)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from typing import Any
+from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from bifolio.checkpoint.source import ModelSource, resolve_source
 from bifolio.process.logs import _StandardError
+
+if TYPE_CHECKING:
+    from bifolio.checkpoint.source import ModelSource
 
 ANY_MACHINE: dict[str, Any] = {
     "deadline": None,
@@ -21,6 +25,23 @@ ANY_MACHINE: dict[str, Any] = {
 settings.register_profile("default", derandomize=True, **ANY_MACHINE)  # `soak` looks for new cases
 settings.register_profile("soak", max_examples=20_000, **ANY_MACHINE)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+class _NoTensors(MetaPathFinder):
+    """Skips the module or test that imports torch or numpy."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname in ("torch", "numpy"):
+            pytest.skip(f"needs {fullname}", allow_module_level=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only what needs neither torch nor numpy")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        sys.meta_path.insert(0, _NoTensors())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,4 +71,6 @@ def _restore_logging() -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> ModelSource:
     """SmolLM2-135M-Instruct as GGUF, fetched once into the model cache."""
+    from bifolio.checkpoint.source import resolve_source  # which loads torch
+
     return resolve_source("smollm2-135m")
