@@ -202,6 +202,8 @@ def _document(rng: random.Random, endpoint: str) -> Any:
     taken = {name: value for name, value in options.items() if rng.random() < 0.25}
     if taken.get("top_logprobs"):
         taken["logprobs"] = True
+    if "tools" in taken:
+        taken["tool_choice"] = "none"  # without it they are refused
     if not stream:
         taken.pop("stream_options", None)
     return json.loads(json.dumps(required | {"stream": stream} | taken))

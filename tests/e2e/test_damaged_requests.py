@@ -45,7 +45,7 @@ BOUNDED = {(503, "too_many_connections"), (504, "deadline_exceeded")}
 
 _OPTIONS = [
     *("--port", "0", "--served-name", "tiny", "--threads", "1", "--cache-memory", "8MiB"),
-    *("--max-model-len", "96", "--request-timeout", "3", "--drain-seconds", "2"),
+    *("--request-timeout", "3", "--drain-seconds", "2"),
     *("--api-key", KEY, "--allowed-host", HOST),
 ]
 _POOLS = ["--pools", "1p1d", "--admin-key", "of the administrator"]
@@ -69,11 +69,11 @@ class Server:
             try:
                 event = json.loads(line)
             except ValueError:
-                event = {"level": "not JSON"}
+                event = {"level": "error", "event": "not JSON"}
             if event.get("event") == "ready":
                 self.port = int(event["url"].rsplit(":", 1)[1])
                 self._ready.set()
-            if event["level"] not in ("debug", "info") and event["event"] not in _WARNINGS:
+            if event["level"] in ("error", "critical") or any(map(line.count, _MISTAKES)):
                 self.faults.append(line[:5000])
         self._ready.set()
 
@@ -98,7 +98,7 @@ class Server:
 
 
 _UNBACKED = ("RssAnon", "VmSwap")
-_WARNINGS = ("refused", "text process ended")
+_MISTAKES = ("Traceback", '"exception"', "internal error", "worker lost")
 
 
 @contextmanager
@@ -251,7 +251,7 @@ class Run:
         count = self.counts.setdefault(case.endpoint, Counter())
         if how == "timeout":
             self._note(seed, case, f"neither answer nor end within {SECONDS:g} s")
-        head = case.pieces[0].startswith(b"HEAD ")
+        head = b"".join(case.pieces).startswith(b"HEAD ")
         for status, headers, body in answers.complete:
             problem = fault(status, headers, body, head=head)
             if problem:

@@ -43,7 +43,7 @@ def in_process(machine: Machine, plan: str, report: Reporter) -> Target:
     from bifolio.models.source import resolve_source
 
     if machine.kind is not EndpointType.COMPLETIONS:
-        raise ConfigError("an engine in this process has no endpoints; give --server or a URL")
+        raise ConfigError("--endpoint-type is for servers: give --server or a URL, too")
     config = EngineConfig(
         model=machine.model,
         plan=PrecisionPlan.parse(plan),

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import httpx
 
+from bifolio.bench.wire import address_of, bearer
 from bifolio.cli.interrupts import noticed_interrupts
 from bifolio.errors import (
     BifolioError,
@@ -84,15 +85,14 @@ class ChatClient:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
+        host = address_of(self.url).hostname
         self._clock = clock
         self._http = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={b"Authorization": bearer(api_key)} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
             transport=transport,
-            trust_env=httpx.URL(self.url).host not in LOOPBACK,  # no proxy on the way to ourselves
+            trust_env=host not in LOOPBACK,  # no proxy on the way to ourselves
         )
 
     def __enter__(self) -> Self:

@@ -12,6 +12,9 @@ import typer
 from bifolio.cli.places import plain, writable_folder
 from bifolio.cli.serve import Kernels as KernelChoice
 
+MOST_ITEMS = 100_000
+"""Of a task: they are all made, or read, before the first is asked."""
+
 
 class Floor(StrEnum):
     """Choices of --floor (those of `evals.distance_run`, which help must not import)."""
@@ -69,6 +72,7 @@ Items = Annotated[
     typer.Option(
         "--items",
         min=1,
+        max=MOST_ITEMS,
         help="Items of each task that is drawn or read with --data.",
         show_default="as many as the margin needs if no answer flips",
     ),

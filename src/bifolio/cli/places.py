@@ -31,11 +31,18 @@ def writable_folder(folder: Path | None) -> Path | None:
 
 def writable_file(file: Path | None) -> Path | None:
     """Callback of an option; ConfigError unless a file can be written there."""
+    if file is not None and not (file.is_dir() or file.parent.is_dir()):
+        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+    return writable_page(file)
+
+
+def writable_page(file: Path | None) -> Path | None:
+    """The same where the folder will be made."""
     if file is not None:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder; name a file")
-        if not file.parent.is_dir():
-            raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+        if file.is_fifo() and not file.is_relative_to("/dev"):  # as of >(command)
+            raise ConfigError(f"{file} is a pipe, which may have no reader; name a file")
         _check(file.parent, file)
     return file
 
