@@ -35,9 +35,12 @@ class WireError(Exception):
 
 
 def address_of(url: str) -> SplitResult:
-    """The parts of a server's URL; ConfigError unless it is http[s]://HOST[:PORT][/PATH], ASCII."""
+    """The root of a server by its URL, or that of its `/v1`.
+
+    ConfigError unless it is http[s]://HOST[:PORT][/PATH] in ASCII.
+    """
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
         host, port = (parts.hostname or "").encode("idna"), parts.port
     except ValueError:
         host, port, parts = b"", None, urlsplit("")
@@ -143,7 +146,7 @@ class Wire:
     """Connections to one server. `url` is its root or its `/v1`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = address_of(url.rstrip("/").removesuffix("/v1"))
+        parts = address_of(url)
         assert parts.hostname is not None
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self._host, self._path = parts.hostname, parts.path

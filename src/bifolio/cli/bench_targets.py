@@ -44,7 +44,7 @@ def in_process(machine: Machine, plan: str, report: Reporter) -> Target:
 
     if machine.kind is not EndpointType.COMPLETIONS:
         raise ConfigError("--endpoint-type is for servers: give --server or a URL, too")
-    config = EngineConfig(
+    config = EngineConfig.of(
         model=machine.model,
         plan=PrecisionPlan.parse(plan),
         cache_memory=parse_bytes(machine.cache_memory),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bifolio.cli.console import DEFAULT_MODEL
+from bifolio.cli.places import finite
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def chat(
         str | None, typer.Option(help="System message of the conversation.", metavar="TEXT")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", show_default="the server's")
+        float | None,
+        typer.Option(help="0 is greedy.", show_default="the server's", callback=finite),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Longest answer.", show_default="up to the context", min=1)

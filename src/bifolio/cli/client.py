@@ -84,15 +84,15 @@ class ChatClient:
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        host = address_of(self.url).hostname
+        address = address_of(url)
+        self.url = address.geturl()
         self._clock = clock
         self._http = httpx.Client(
             base_url=self.url,
             headers={b"Authorization": bearer(api_key)} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
             transport=transport,
-            trust_env=host not in LOOPBACK,  # no proxy on the way to ourselves
+            trust_env=address.hostname not in LOOPBACK,  # no proxy on the way to ourselves
         )
 
     def __enter__(self) -> Self:

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from bifolio.cli.places import plain, writable_folder
+from bifolio.cli.places import finite, plain, writable_folder
 from bifolio.cli.serve import Kernels as KernelChoice
+from bifolio.machine import MAX_THREADS
 
 MOST_ITEMS = 100_000
 """Of a task: they are all made, or read, before the first is asked."""
@@ -37,7 +38,9 @@ Reference = Annotated[
     str, typer.Option("--reference", help="The plan to compare with.", metavar="PLAN")
 ]
 Kernels = Annotated[KernelChoice, typer.Option("--kernels", help="As for serve.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all that can compute.")]
+Threads = Annotated[
+    int, typer.Option("--threads", min=0, max=MAX_THREADS, help="0: all that can compute.")
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -88,7 +91,8 @@ Margin = Annotated[
     ),
 ]
 MaxKL = Annotated[
-    float | None, typer.Option("--max-kl", min=0.0, help="Most mean KL, nats, on each text.")
+    float | None,
+    typer.Option("--max-kl", min=0.0, callback=finite, help="Most mean KL, nats, on each text."),
 ]
 MinTop1 = Annotated[
     float | None,

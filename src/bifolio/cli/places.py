@@ -1,10 +1,13 @@
-"""Whether files can be read and results be written: known before hours are spent on it."""
+"""Checks of options before hours are spent: files to read, places to write, finite numbers."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TypeVar
+
+import typer
 
 from bifolio.errors import ConfigError
 
@@ -20,6 +23,13 @@ def plain(given: Paths) -> Paths:
         if file.exists() and not file.is_file():
             raise ConfigError(f"{file} is a folder, a device or a pipe; name a plain file")
     return given
+
+
+def finite(number: float | None) -> float | None:
+    """Callback of an option that takes a number; BadParameter for infinity and NaN."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
 
 
 def writable_folder(folder: Path | None) -> Path | None:
