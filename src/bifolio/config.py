@@ -72,10 +72,10 @@ class EngineConfig(_Frozen):
     model: str
     plan: PrecisionPlan = PrecisionPlan()
     cache_memory: int = 2**30
-    max_model_len: int = Field(default=0, ge=0)
-    max_num_seqs: int = Field(default=64, ge=1)
-    max_step_tokens: int = Field(default=2048, ge=1)
-    max_waiting: int = Field(default=1024, ge=1)
+    max_model_len: int = Field(default=0, ge=0, lt=2**31)
+    max_num_seqs: int = Field(default=64, ge=1, le=2**16)
+    max_step_tokens: int = Field(default=2048, ge=1, le=2**20)
+    max_waiting: int = Field(default=1024, ge=1, lt=2**31)
     threads: int = Field(default=0, ge=0, le=MAX_THREADS)
     kernels: Literal["auto", "native", "reference"] = "auto"
     experts: Literal["memory", "mapped"] = "memory"
@@ -162,9 +162,9 @@ class ServerConfig(_Frozen):
     """Names that requests may give as `Host`, besides localhost and addresses; `*`: any."""
     cors_origins: tuple[str, ...] = ()
     """Origins of the pages that may use the server from a browser; `*`: any."""
-    max_connections: int = Field(default=0, ge=0)
+    max_connections: int = Field(default=0, ge=0, lt=2**31)
     """Open at a time; 0: twice what the queue holds, at least 4,096, as far as files allow."""
-    max_connections_per_address: int = Field(default=0, ge=0)
+    max_connections_per_address: int = Field(default=0, ge=0, lt=2**31)
     """Of one client address; 0: half of all."""
     share_prefix_cache: bool = False
     """Whether prompts sent with different keys may share pages of the cache."""

@@ -63,6 +63,8 @@ def test_a_size_beyond_all_machines_is_refused_and_cut(text: str | int) -> None:
 def test_a_wrong_value_of_an_engine_is_named() -> None:
     with pytest.raises(ConfigError, match=r"threads: .* \(got 5000\)"):
         EngineConfig.of(model="m", threads=5000)
+    with pytest.raises(ConfigError, match=r"max_step_tokens: .*1048576"):
+        resolve({"model": "m", "max_step_tokens": 10**11})
     with pytest.raises(ConfigError, match=r"drain_seconds: .*finite"):
         resolve({"model": "m", "drain_seconds": float("inf")})
 

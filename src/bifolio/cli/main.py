@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -46,6 +47,8 @@ class _Commands(TyperGroup):
     def make_context(self, *arguments: Any, **extra: Any) -> Any:
         if not os.environ.get("COLUMNS", "80").strip("0"):
             del os.environ["COLUMNS"]  # on a screen without columns no error is seen
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # of a path that is no text
         try:
             return super().make_context(*arguments, **extra)
         except _UsageError as error:

@@ -309,7 +309,7 @@ _VARIABLES = {
     "BIFOLIO_ADMIN_KEY": ("", "k", "\udcff", "\n"),
     "BIFOLIO_HOME": ("", "/dev/null", "/proc/nowhere", "a" * 5000, "~nobody"),
     "BIFOLIO_ISA": ("", "avx512", "nothing", "\udcff"),
-    "COLUMNS": ("0", "-1", "x", "10"),
+    "COLUMNS": ("0", "-1", "x", "40"),
     "TERM": ("", "dumb", "xterm-256color"),
     "NO_COLOR": ("1",),
     "HOME": ("", "/dev/null"),

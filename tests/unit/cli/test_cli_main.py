@@ -158,6 +158,14 @@ def test_every_number_is_finite(path: tuple[str, ...], option: str) -> None:
         assert option.strip("-") in result.stderr.replace("_", "-")
 
 
+def test_a_path_that_is_no_text_is_shown_escaped() -> None:
+    result = CliRunner().invoke(app, ["cluster", "up", "\udcff"])
+    assert "\\udcff" in result.stderr
+    result = CliRunner().invoke(app, ["serve", "x", "--port", "0", "--host", "\udcff"])
+    assert result.exit_code == 2
+    assert "--host '\\udcff' is no address" in result.stderr
+
+
 def test_a_question_that_is_no_text_is_refused() -> None:
     result = CliRunner().invoke(app, ["chat", "no-such-model"], input=b"\xff")
     assert result.exit_code == 2

@@ -16,7 +16,7 @@ _EVAL = "bifolio.eval/"
 
 Document = dict[str, Any]
 
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 """What a value that is missing or of another type comes to where a page is made of it."""
 
 
