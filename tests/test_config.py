@@ -53,6 +53,22 @@ def test_a_size_that_cannot_be_read_is_refused_with_an_example(text: object) -> 
         parse_bytes(text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["9" * 400 + "GiB", "8388608TiB", 2**63])
+def test_a_size_beyond_all_machines_is_refused_and_cut(text: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"more than any machine has|as a size") as raised:
+        parse_bytes(text)
+    assert len(str(raised.value)) < 200
+
+
+def test_a_wrong_value_of_an_engine_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"threads: .* \(got 5000\)"):
+        EngineConfig.of(model="m", threads=5000)
+    with pytest.raises(ConfigError, match=r"max_step_tokens: .*1048576"):
+        resolve({"model": "m", "max_step_tokens": 10**11})
+    with pytest.raises(ConfigError, match=r"drain_seconds: .*finite"):
+        resolve({"model": "m", "drain_seconds": float("inf")})
+
+
 def test_options_go_where_they_belong() -> None:
     config = resolve({"model": "m", "port": 9000, "cache_memory": "64MiB", "plan": "int8/fp8"})
     assert (config.port, config.engine.model, config.engine.cache_memory) == (9000, "m", 2**26)

@@ -21,7 +21,8 @@ from pydantic import (
 from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
 from bifolio.input_files import parse_toml, read_text
-from bifolio.machine import default_threads
+from bifolio.machine import MAX_THREADS, default_threads
+from bifolio.wording import shown
 
 PREFILL_CHUNK = 256
 """Tokens of a step of a prefill worker, if nothing is asked for. Pages of one chunk travel while
@@ -37,12 +38,17 @@ _UNITS |= {"tib": 2**40, "t": 2**40}  # memories of machines for which one plans
 
 def parse_bytes(text: str | int) -> int:
     """Read `256MiB`, `2GB`, `1.5g` (binary for bare letters) or a plain number of bytes."""
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+    if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < 2**63:
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if not isinstance(text, str) or not match or match[2].lower() not in _UNITS:
-        raise ConfigError(f"cannot read {text!r} as a size; write 256MiB, 2GB or a number of bytes")
-    return round(float(match[1]) * _UNITS[match[2].lower()])
+        raise ConfigError(
+            f"cannot read {shown(text)} as a size; write 256MiB, 2GB or a number of bytes"
+        )
+    count = float(match[1]) * _UNITS[match[2].lower()]
+    if count >= 2**63:
+        raise ConfigError(f"{shown(text)} is more than any machine has")
+    return round(count)
 
 
 def size_text(count: int) -> str:
@@ -55,7 +61,9 @@ def size_text(count: int) -> str:
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
+    )
 
 
 class EngineConfig(_Frozen):
@@ -64,17 +72,25 @@ class EngineConfig(_Frozen):
     model: str
     plan: PrecisionPlan = PrecisionPlan()
     cache_memory: int = 2**30
-    max_model_len: int = Field(default=0, ge=0)
-    max_num_seqs: int = Field(default=64, ge=1)
-    max_step_tokens: int = Field(default=2048, ge=1)
-    max_waiting: int = Field(default=1024, ge=1)
-    threads: int = Field(default=0, ge=0, le=1024)
+    max_model_len: int = Field(default=0, ge=0, lt=2**31)
+    max_num_seqs: int = Field(default=64, ge=1, le=2**16)
+    max_step_tokens: int = Field(default=2048, ge=1, le=2**20)
+    max_waiting: int = Field(default=1024, ge=1, lt=2**31)
+    threads: int = Field(default=0, ge=0, le=MAX_THREADS)
     kernels: Literal["auto", "native", "reference"] = "auto"
     experts: Literal["memory", "mapped"] = "memory"
     expert_memory: int = 0
     integrity: bool = True
     prefix_cache: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """A configuration of values that a user gave; ConfigError names each that is wrong."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from error
 
     @field_validator("cache_memory", "expert_memory", mode="before")
     @classmethod
@@ -146,9 +162,9 @@ class ServerConfig(_Frozen):
     """Names that requests may give as `Host`, besides localhost and addresses; `*`: any."""
     cors_origins: tuple[str, ...] = ()
     """Origins of the pages that may use the server from a browser; `*`: any."""
-    max_connections: int = Field(default=0, ge=0)
+    max_connections: int = Field(default=0, ge=0, lt=2**31)
     """Open at a time; 0: twice what the queue holds, at least 4,096, as far as files allow."""
-    max_connections_per_address: int = Field(default=0, ge=0)
+    max_connections_per_address: int = Field(default=0, ge=0, lt=2**31)
     """Of one client address; 0: half of all."""
     share_prefix_cache: bool = False
     """Whether prompts sent with different keys may share pages of the cache."""

@@ -15,6 +15,9 @@ FEATURES = (
 )
 """Processor features that kernels could use, as Linux spells them."""
 
+MAX_THREADS = 1024
+"""That kernels may be asked to run on."""
+
 _ROOT = Path("/")
 
 

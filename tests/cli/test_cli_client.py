@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from bifolio.errors import (
     OverloadedError,
     RequestError,
 )
+from bifolio.lab.bench.load_client import LoadClient, bearer
 from support.fake_server import PARIS, USAGE, chunk, refusal
 
 STREAM = "".join(f"data: {event}\n\n" for event in PARIS).encode()
@@ -168,6 +170,28 @@ def test_control_c_ends_the_answer_and_keeps_what_came() -> None:
 )
 def test_the_address_may_be_the_root_or_the_api(url: str) -> None:
     assert ChatClient(url).url == "http://fake"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://", "http://[::1", "http://a:x", "http://a:0", "http://a:70000", "ftp://a", "://"),
+        *("http://a b", "http://a/\n", "http://\udcff", f"http://{'a' * 64}", "http://\x1b", ""),
+    ],
+)
+def test_what_is_no_address_is_refused_and_shown_escaped_and_cut(url: str) -> None:
+    for client in (ChatClient, LoadClient):
+        with pytest.raises(ConfigError, match=re.escape(f"--url {url[:20]!r}"[:-1])) as raised:
+            client(url)
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 150
+
+
+def test_a_key_is_sent_in_the_bytes_that_were_typed() -> None:
+    assert bearer("é") == b"Bearer \xc3\xa9"
+    assert bearer("\udcff") == b"Bearer \xff"
+    with pytest.raises(ConfigError, match="line break"):
+        bearer("a\nb")
 
 
 def test_an_address_without_a_scheme_is_refused() -> None:

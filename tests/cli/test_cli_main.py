@@ -24,6 +24,12 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
+def walked(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Commands with their paths, those of groups too."""
+    below = getattr(command, "commands", {}).items()
+    return [(path, command)] + [c for name, sub in below for c in walked(sub, (*path, name))]
+
+
 @pytest.mark.parametrize("name", ["p0/../d0", "?pool=x", "", "d0/replace", "x1", "d٣"])
 @pytest.mark.parametrize("command", ["remove", "replace"])
 def test_no_other_path_is_reached_by_the_name_of_a_worker(command: str, name: str) -> None:
@@ -114,6 +120,56 @@ def test_errors_of_ours_are_one_line_and_control_c_none(
     monkeypatch.setattr("bifolio.cli.checkup.examine", examine)
     result = invoke("doctor")
     assert (result.exit_code, result.stderr) == (status, stderr)
+
+
+def test_what_was_typed_reaches_the_terminal_escaped_and_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")  # on a screen without columns nothing would be seen
+    for arguments in (
+        ["plan", "-m", "\x1b[2J\u202e" + "a" * 100_000],
+        ["doctor", "\x1b[2J\u202e" + "a" * 100_000],
+        ["--\x1b[2J\u202e" + "a" * 100_000],
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert "x1b[2J" in result.stderr
+        assert not {"\x1b", "\u202e"} & {*result.stderr}
+        assert len(result.stderr) < 2500
+
+
+NUMBERS = [
+    (path, option.opts[0])
+    for path, command in walked(typer.main.get_command(app))
+    for option in command.params
+    if option.type_descriptor and option.type_descriptor.annotation is float
+]
+
+
+@pytest.mark.parametrize(("path", "option"), NUMBERS)
+def test_every_number_is_finite(path: tuple[str, ...], option: str) -> None:
+
+    candidate = ["--candidate", "x"]
+    sound = {"compare": ["x", "y"], "serve": ["x"], "harness": ["x", *candidate]}
+    sound |= {"tasks": candidate, "gate": candidate}
+    for value in ("inf", "nan", "-inf"):
+        result = invoke(*path, *sound.get(path[-1], []), option, value)
+        assert result.exit_code == 2, result.exception
+        assert option.strip("-") in result.stderr.replace("_", "-")
+
+
+def test_a_path_that_is_no_text_is_shown_escaped() -> None:
+    result = CliRunner().invoke(app, ["cluster", "up", "\udcff"])
+    assert "\\udcff" in result.stderr
+    result = CliRunner().invoke(app, ["serve", "x", "--port", "0", "--host", "\udcff"])
+    assert result.exit_code == 2
+    assert "--host '\\udcff' is no address" in result.stderr
+
+
+def test_a_question_that_is_no_text_is_refused() -> None:
+    result = CliRunner().invoke(app, ["chat", "no-such-model"], input=b"\xff")
+    assert result.exit_code == 2
+    assert "standard input is not UTF-8 text" in result.stderr
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,14 @@ def test_a_file_needs_a_folder_and_is_none_itself(tmp_path):
         writable_file(tmp_path)
 
 
+def test_a_page_is_not_written_to_a_pipe_that_may_have_no_reader(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for option in ("--out", "--markdown"):
+        result = CliRunner().invoke(app, ["report", str(tmp_path), option, str(tmp_path / "pipe")])
+        assert result.exit_code == 2
+        assert "is a pipe, which may have no reader" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["distance", "tasks"])
 def test_an_evaluation_is_not_begun_whose_results_have_no_place(command, tmp_path):
     (tmp_path / "file").write_text("mine")

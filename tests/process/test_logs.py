@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 
@@ -24,6 +25,19 @@ def test_for_programs_each_record_is_one_json_object_a_line(
     assert (theirs["event"], theirs["level"]) == ("disk full", "warning")
     assert failed["exception"].endswith("ValueError: two\nlines")
     assert ready["timestamp"].endswith("Z")
+
+
+def test_a_line_is_written_in_one_piece_for_processes_that_share_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces: list[str] = []
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", pieces.append)
+    logs.configure("info", for_people=False)
+    monkeypatch.setattr("sys.stderr", stream)
+    structlog.get_logger("ours").info("ready")
+    [line] = pieces
+    assert line.endswith("}\n")
 
 
 def test_for_people_a_record_is_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:

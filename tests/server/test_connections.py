@@ -424,6 +424,21 @@ async def test_an_offer_of_http_2_is_answered_in_http_1_with_its_body():
             await until(lambda: not served.state.connections)
 
 
+@pytest.mark.parametrize("behind", [b"CONNECT a:1 HTTP/1.1\r\n\r\n", BODY % 3 + b"abc", b"\0\r\n"])
+async def test_nothing_behind_an_offer_of_http_2_is_part_of_its_body(behind):
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+    async with serving() as served:
+        served.app.may_read.clear()
+        head = BODY.replace(b"\r\n\r\n", b"\r\n" + offer + b"\r\n") % 5
+        reader, _ = await served.connect(head + b"hello" + behind)
+        await received(served, 1)
+        served.app.may_read.set()
+        answer = await reader.read()
+        assert b"5 bytes" in answer
+        assert answer.count(b"HTTP/1.1") == 1
+        assert served.counts.reasons == []
+
+
 async def test_what_a_client_sends_after_its_answer_is_read_for_a_while_and_no_longer():
     async with serving() as served:
         served.app.may_read.clear()

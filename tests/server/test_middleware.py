@@ -228,6 +228,15 @@ async def may_use(client, origin, headers=None):
     return answer.status_code == 200
 
 
+async def test_a_preflight_that_is_refused_has_the_form_of_errors():
+    client = Client(cors_origins=(PAGE,))
+    for headers in (preflight("http://evil.example"), preflight(PAGE, "PUT")):
+        asked = await client.ask("OPTIONS", "/v1/completions", headers)
+        assert error_of(asked) == (400, "preflight_refused")
+        assert asked.headers["content-type"] == "application/json"
+        assert "origin" in asked.headers["vary"].lower()
+
+
 LOCAL = ["http://localhost:3000", "http://127.0.0.1", "https://[::1]:8443"]
 FOREIGN = [PAGE, "http://localhost.example:3000", "http://evil.localhost", "null", "file://"]
 KEY = {"Authorization": "Bearer k"}

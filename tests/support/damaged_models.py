@@ -6,7 +6,6 @@ python damaged_models.py BASES SEED COUNT     a line of JSON for each of COUNT d
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import resource
@@ -30,6 +29,7 @@ from bifolio.kernels.reference import ReferenceOps
 from bifolio.lab.compress.source_model import SourceModel
 from bifolio.text.tokenizer_files import load_text_side
 from support.checkpoint_layouts import LAYOUTS, quantised
+from support.damaged_json import change, doubled, nested
 from support.gguf_files import write_gguf
 from support.tiny import (
     LLAMA3_ROPE,
@@ -60,40 +60,6 @@ _BASES: dict[str, dict[str, Any]] = {
 }
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 _WHOLE = (b"", _POINTER, b"<!DOCTYPE html><p>Log in", b"PK\x03\x04", b"\0" * 4096, b"\xff\xfe{\0")
-_DEEP = "[" * 300
-_ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        3,
-        7,
-        2**31,
-        2**32 - 1,
-        2**63,
-        10**99,
-        0.5,
-        1e308,
-        -1e308,
-        1e-300,
-    ),
-    *(
-        math.nan,
-        math.inf,
-        "",
-        "x",
-        "\ud800",
-        "a" * 100_000,
-        "../x",
-        "re:(a+)+$",
-        "\n\x1b[2J",
-        "0" * 5000,
-    ),
-    *([], {}, [1], ["a", "b"], {"a": 1}, [{}], [[[[]]]], {"content": 5}, {"rope_theta": 1e6}),
-)
 
 
 def write_bases(folder: Path) -> None:
@@ -228,39 +194,18 @@ def _structure(rng: random.Random, path: Path) -> None:
         document = json.loads(data[8 : 8 + head] if head else data)
     except (ValueError, RecursionError):
         return
-    _change(rng, document)
+    change(rng, document)
     text = json.dumps(document)
     if rng.random() < 0.05:
-        text = text.replace("{", '{"a": ' + _DEEP + "]" * len(_DEEP) + ", ", 1)
+        text = nested(text)
     if rng.random() < 0.05:
-        text = text[:1] + text[1:].partition(", ")[0] + ", " + text[1:]  # a key twice
+        text = doubled(text)
     if head:
         path.write_bytes(
             len(text.encode()).to_bytes(8, "little") + text.encode() + data[8 + head :]
         )
     else:
         path.write_text(text)
-
-
-def _change(rng: random.Random, document: Any) -> None:
-    while isinstance(document, dict | list) and document:
-        keys = list(document) if isinstance(document, dict) else list(range(len(document)))
-        key = rng.choice(keys)
-        if isinstance(document[key], dict | list) and document[key] and rng.random() < 0.7:
-            document = document[key]
-            continue
-        match rng.choice(("odd", "odd", "odd", "remove", "swap", "wrap", "text")):
-            case "odd":
-                document[key] = rng.choice(_ODD)
-            case "remove":
-                del document[key]
-            case "swap":
-                document[key] = document[rng.choice(keys)]
-            case "wrap":
-                document[key] = [document[key]]
-            case _:
-                document[key] = str(document[key])
-        return
 
 
 def _place(rng: random.Random, size: int) -> int:

@@ -20,6 +20,7 @@ from bifolio.errors import (
     OverloadedError,
     RequestError,
 )
+from bifolio.lab.bench.load_client import address_of, bearer
 from bifolio.request import ErrorCode
 
 Message = dict[str, str]
@@ -83,16 +84,15 @@ class ChatClient:
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
+        address = address_of(url)
+        self.url = address.geturl()
         self._clock = clock
         self._http = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={b"Authorization": bearer(api_key)} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
             transport=transport,
-            trust_env=httpx.URL(self.url).host not in LOOPBACK,  # no proxy on the way to ourselves
+            trust_env=address.hostname not in LOOPBACK,  # no proxy on the way to ourselves
         )
 
     def __enter__(self) -> Self:

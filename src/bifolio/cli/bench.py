@@ -88,7 +88,7 @@ def bench(
     if url is not None and server:
         raise ConfigError("--server starts a server, --url takes one that runs: say one of them")
     if url is not None and "://" not in url:
-        raise ConfigError(f"--url {url!r} is no address; write http://HOST:PORT")
+        raise ConfigError(f"invalid --url {url!r}: expected http://HOST:PORT")
     wishes = BenchOptions(
         *(prompt, output, prefix, groups, turns, gap, trace, speed),
         *(requests, waves, seed, max_failed, max_length_error, goal_ttft, goal_tpot),

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bifolio.cli.output_paths import plain, writable_file, writable_folder
+from bifolio.cli.output_paths import finite, plain, writable_file, writable_folder
 from bifolio.errors import ConfigError
 from bifolio.lab.bench.dialect import EndpointType
+from bifolio.machine import MAX_THREADS
 
 if TYPE_CHECKING:
     from bifolio.lab.bench.load_session import LoadPoint, Plan
@@ -31,7 +32,9 @@ Server = Annotated[
     bool, option(WHERE, "Through HTTP, with a server that is started for each plan.", "--server")
 ]
 CacheMemory = Annotated[str, option(WHERE, "Memory for keys and values.", metavar="SIZE")]
-Threads = Annotated[int, option(WHERE, "Threads of the kernels; 0: all.", metavar="N", min=0)]
+Threads = Annotated[
+    int, option(WHERE, "Threads of the kernels; 0: all.", metavar="N", min=0, max=MAX_THREADS)
+]
 ApiKey = Annotated[
     str | None, option(WHERE, "Key for servers.", envvar="BIFOLIO_API_KEY", metavar="KEY")
 ]
@@ -70,7 +73,10 @@ Turns = Annotated[
     int, option(WHAT, "Turns of a session; each sends all before it again.", metavar="N", min=1)
 ]
 Gap = Annotated[
-    float, option(WHAT, "Seconds between answer and next turn.", metavar="SECONDS", min=0.0)
+    float,
+    option(
+        WHAT, "Seconds between answer and next turn.", metavar="SECONDS", min=0.0, callback=finite
+    ),
 ]
 Trace = Annotated[
     Path | None,
@@ -82,7 +88,10 @@ Trace = Annotated[
     ),
 ]
 Speed = Annotated[
-    float, option(WHAT, "Replay the trace so many times as fast.", "--trace-speed", min=0.001)
+    float,
+    option(
+        WHAT, "Replay the trace so many times as fast.", "--trace-speed", min=0.001, callback=finite
+    ),
 ]
 Rate = Annotated[
     str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
@@ -99,7 +108,10 @@ Seed = Annotated[
     int | None, option(LOAD, "Of prompts and arrivals.", show_default="random", metavar="N", min=0)
 ]
 MaxFailed = Annotated[
-    float, option(JUDGE, "Percent of requests that may fail.", metavar="PERCENT", min=0.0)
+    float,
+    option(
+        JUDGE, "Percent of requests that may fail.", metavar="PERCENT", min=0.0, callback=finite
+    ),
 ]
 MaxLengthError = Annotated[
     float,
@@ -108,17 +120,37 @@ MaxLengthError = Annotated[
         "Percent by which output tokens may miss those asked for.",
         metavar="PERCENT",
         min=0.0,
+        callback=finite,
     ),
 ]
 GoalTtft = Annotated[
-    float | None, option(JUDGE, "Most ms to the first token, for goodput.", metavar="MS")
+    float | None,
+    option(
+        JUDGE,
+        "Most ms to the first token, for goodput.",
+        metavar="MS",
+        callback=finite,
+    ),
 ]
 GoalTpot = Annotated[
-    float | None, option(JUDGE, "Most ms per later token, for goodput.", metavar="MS")
+    float | None,
+    option(
+        JUDGE,
+        "Most ms per later token, for goodput.",
+        metavar="MS",
+        callback=finite,
+    ),
 ]
 Price = Annotated[
     float,
-    option(JUDGE, "Price of the machine, for costs.", "--price-per-hour", metavar="PRICE", min=0.0),
+    option(
+        JUDGE,
+        "Price of the machine, for costs.",
+        "--price-per-hour",
+        metavar="PRICE",
+        min=0.0,
+        callback=finite,
+    ),
 ]
 Out = Annotated[
     Path | None,

@@ -43,8 +43,8 @@ def in_process(machine: Machine, plan: str, report: Reporter) -> Target:
     from bifolio.lab.bench.in_process import InProcess
 
     if machine.kind is not EndpointType.COMPLETIONS:
-        raise ConfigError("an engine in this process has no endpoints; give --server or a URL")
-    config = EngineConfig(
+        raise ConfigError("--endpoint-type is for servers: give --server or a URL, too")
+    config = EngineConfig.of(
         model=machine.model,
         plan=PrecisionPlan.parse(plan),
         cache_memory=parse_bytes(machine.cache_memory),

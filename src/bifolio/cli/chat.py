@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bifolio.cli.console import DEFAULT_MODEL
+from bifolio.cli.output_paths import finite
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def chat(
         str | None, typer.Option(help="System message of the conversation.", metavar="TEXT")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", show_default="the server's")
+        float | None,
+        typer.Option(help="0 is greedy.", show_default="the server's", callback=finite),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Longest answer.", show_default="up to the context", min=1)
@@ -81,7 +83,7 @@ def chat(
     interactive = prompt is None and sys.stdin.isatty()
     if interactive and as_json:
         raise ConfigError("--json needs a question: give --prompt, or pipe one in")
-    text = prompt if prompt is not None or interactive else sys.stdin.read().removesuffix("\n")
+    text = prompt if prompt is not None or interactive else _read_question()
     if text is not None and not text.strip():
         raise ConfigError("the question is empty; give one with --prompt or on standard input")
     options = {"temperature": temperature, "max_completion_tokens": max_tokens, "seed": seed}
@@ -94,6 +96,13 @@ def chat(
             interact(conversation)
         else:
             _answer_once(conversation, text, as_json)
+
+
+def _read_question() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text: {error.reason}") from error
 
 
 def _connect(

@@ -59,6 +59,9 @@ def interact(conversation: Conversation) -> None:
         except EOFError:
             screen.print()
             return
+        except UnicodeDecodeError:
+            screen.print("(this is not UTF-8 text)", style="red")
+            continue
         except KeyboardInterrupt:
             screen.print("\n(/exit or Ctrl-D leaves)", style="dim")
             continue

@@ -135,7 +135,10 @@ def _ask(method: str, url: str, key: str, **query: str) -> Any:
 
     if not key:
         raise ConfigError("no administrator's key: set BIFOLIO_ADMIN_KEY as for the server")
-    headers = {"Authorization": f"Bearer {key}"}
+    from bifolio.lab.bench.load_client import address_of, bearer
+
+    address_of(url)
+    headers = {b"Authorization": bearer(key)}
     try:
         answer = httpx.request(method, url, headers=headers, params=query, timeout=_CHANGE_SECONDS)
     except httpx.HTTPError as error:

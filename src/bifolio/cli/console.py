@@ -28,10 +28,17 @@ def bytes_text(count: float) -> str:
 
 
 def shortened(text: str, most: int = 1000) -> str:
-    """A message with its middle left out, if it is longer: what was typed may be of any length."""
-    if len(text) <= most:
-        return text
-    return f"{text[: most * 2 // 3]} … {text[-(most // 3) :]}"
+    """A message with its middle left out, if it is longer: what was typed may be of any length.
+
+    What a terminal would obey or cannot show is escaped.
+    """
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]} … {text[-(most // 3) :]}"
+    return "".join(char if char.isprintable() or char == "\n" else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
 
 
 def figures_text(answer: ChatAnswer) -> str:

@@ -9,8 +9,12 @@ from typing import Annotated
 
 import typer
 
-from bifolio.cli.output_paths import plain, writable_folder
+from bifolio.cli.output_paths import finite, plain, writable_folder
 from bifolio.cli.serve import KernelChoice
+from bifolio.machine import MAX_THREADS
+
+MOST_ITEMS = 100_000
+"""Of a task: they are all made, or read, before the first is asked."""
 
 
 class FloorOption(StrEnum):
@@ -34,7 +38,9 @@ Reference = Annotated[
     str, typer.Option("--reference", help="The plan to compare with.", metavar="PLAN")
 ]
 Kernels = Annotated[KernelChoice, typer.Option("--kernels", help="As for serve.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all that can compute.")]
+Threads = Annotated[
+    int, typer.Option("--threads", min=0, max=MAX_THREADS, help="0: all that can compute.")
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -69,6 +75,7 @@ Items = Annotated[
     typer.Option(
         "--items",
         min=1,
+        max=MOST_ITEMS,
         help="Items of each task that is drawn or read with --data.",
         show_default="as many as the margin needs if no answer flips",
     ),
@@ -84,7 +91,8 @@ Margin = Annotated[
     ),
 ]
 MaxKL = Annotated[
-    float | None, typer.Option("--max-kl", min=0.0, help="Most mean KL, nats, on each text.")
+    float | None,
+    typer.Option("--max-kl", min=0.0, callback=finite, help="Most mean KL, nats, on each text."),
 ]
 MinTop1 = Annotated[
     float | None,

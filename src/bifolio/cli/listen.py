@@ -37,7 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host!r} is no address of this machine: {error}") from error
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -27,17 +29,37 @@ EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by Ctrl-C."""
 
 
+_UsageError: Any = typer.BadParameter.__base__
+"""Of every mistake in a command line, wherever typer has the class from."""
+
+
+def _shorten(error: Any) -> None:
+    """Cut what an error shows of what was typed."""
+    error.message = shortened(error.message)
+
+
 class _Commands(TyperGroup):
     """Turns the errors that bifolio raises on purpose into one line, and Ctrl-C into silence.
 
     So it does with those of the system: a full disk, a name that is too long.
     """
 
+    def make_context(self, *arguments: Any, **extra: Any) -> Any:
+        if not os.environ.get("COLUMNS", "80").strip("0"):
+            del os.environ["COLUMNS"]  # on a screen without columns no error is seen
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # of a path that is no text
+        try:
+            return super().make_context(*arguments, **extra)
+        except _UsageError as error:
+            _shorten(error)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except typer.BadParameter as error:
-            error.message = shortened(error.message)
+        except _UsageError as error:
+            _shorten(error)
             raise
         except (BifolioError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:

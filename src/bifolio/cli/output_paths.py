@@ -1,10 +1,13 @@
-"""Whether files can be read and results be written: known before hours are spent on it."""
+"""Checks of options before hours are spent: files to read, places to write, finite numbers."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TypeVar
+
+import typer
 
 from bifolio.errors import ConfigError
 
@@ -22,6 +25,13 @@ def plain(given: Paths) -> Paths:
     return given
 
 
+def finite(number: float | None) -> float | None:
+    """Callback of an option that takes a number; BadParameter for infinity and NaN."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
+
+
 def writable_folder(folder: Path | None) -> Path | None:
     """Callback of an option; ConfigError unless the folder is one, or can be made, and written."""
     if folder is not None:
@@ -31,11 +41,18 @@ def writable_folder(folder: Path | None) -> Path | None:
 
 def writable_file(file: Path | None) -> Path | None:
     """Callback of an option; ConfigError unless a file can be written there."""
+    if file is not None and not (file.is_dir() or file.parent.is_dir()):
+        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+    return writable_page(file)
+
+
+def writable_page(file: Path | None) -> Path | None:
+    """The same where the folder will be made."""
     if file is not None:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder; name a file")
-        if not file.parent.is_dir():
-            raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+        if file.is_fifo() and not file.is_relative_to("/dev"):  # as of >(command)
+            raise ConfigError(f"{file} is a pipe, which may have no reader; name a file")
         _check(file.parent, file)
     return file
 

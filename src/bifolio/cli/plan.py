@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from bifolio.cli.output_paths import plain, writable_folder
+from bifolio.cli.output_paths import finite, plain, writable_folder
 from bifolio.errors import ConfigError, cause_of
 
 if TYPE_CHECKING:
@@ -115,10 +115,23 @@ MaxConcurrency = Annotated[
 ]
 MaxTpot = Annotated[
     float | None,
-    _option(_WORK, "Most ms per output token, for the best plan.", metavar="MS", min=0.0),
+    _option(
+        _WORK,
+        "Most ms per output token, for the best plan.",
+        metavar="MS",
+        min=0.0,
+        callback=finite,
+    ),
 ]
 PricePerHour = Annotated[
-    float | None, _option(_OUT, "Price of one device, for costs.", metavar="PRICE", min=0.0)
+    float | None,
+    _option(
+        _OUT,
+        "Price of one device, for costs.",
+        metavar="PRICE",
+        min=0.0,
+        callback=finite,
+    ),
 ]
 ShowPublished = Annotated[
     bool,

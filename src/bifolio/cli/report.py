@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from bifolio.cli.output_paths import writable_file, writable_page
+
 
 def report(
     folder: Annotated[
@@ -18,10 +20,18 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The page.", metavar="FILE", show_default="DIR/report.html"),
+        typer.Option(
+            help="The page.",
+            metavar="FILE",
+            show_default="DIR/report.html",
+            callback=writable_page,
+        ),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Also as Markdown, without plots.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="Also as Markdown, without plots.", metavar="FILE", callback=writable_file
+        ),
     ] = None,
 ) -> None:
     """Join the results in a folder into one HTML page that stands for itself, and a JSON.
@@ -39,11 +49,16 @@ def report(
     """
     import json
 
-    from bifolio.lab.report.documents import read_documents
+    from bifolio.lab.report.documents import Documents, read_documents
     from bifolio.lab.report.joined import as_dict, joined_page
-    from bifolio.lab.report.render import to_markdown, write_page
+    from bifolio.lab.report.render import to_html, to_markdown, write_page
 
-    found = read_documents(folder)
+    def show(one: Documents) -> None:
+        page = joined_page(one)
+        to_html(page)
+        to_markdown(page)
+
+    found = read_documents(folder, show)
     page = joined_page(found)
     path = out or folder / "report.html"
     write_page(page, path)

@@ -15,7 +15,7 @@ from bifolio.input_files import parse_toml, read_text
 class PoolResources(BaseModel):
     """What Ray must reserve for each worker of a pool."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     cpus: int = Field(default=1, ge=1)
     """Whole processors; the worker's kernels run as many threads."""
@@ -41,7 +41,7 @@ class PoolResources(BaseModel):
 class ClusterConfig(BaseModel):
     """Where the workers of both pools run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     ray: str = "auto"
     """Address of a running Ray cluster; `auto`: the one of this machine, `local`: a new one."""

@@ -16,7 +16,9 @@ class _StandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            # In one piece: other processes write to the same file.
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
         except Exception:  # a reader that has gone must not end the server
             self.handleError(record)
 

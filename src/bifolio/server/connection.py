@@ -312,6 +312,12 @@ class Connection(HttpToolsProtocol):
         self._discarding_since = None
         super().on_message_complete()
 
+    def on_offered_complete(self) -> None:
+        """The body of a request that offers another protocol: what follows it is not read."""
+        self.on_message_complete()
+        self._deaf = True
+        raise ValueError("nothing is read after it")
+
     def on_response_complete(self) -> None:
         self._active_at = self.loop.time()
         if self._body_began is not None:
@@ -381,7 +387,7 @@ class _BodyOf:
 
     def __init__(self, connection: Connection) -> None:
         self.on_body = connection.on_body
-        self.on_message_complete = connection.on_message_complete
+        self.on_message_complete = connection.on_offered_complete
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")

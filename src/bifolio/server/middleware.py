@@ -3,7 +3,7 @@
     RequestIds       names it, counts it, answers uncaught errors
     PlainPaths       /v1/models/ is /v1/models
     HeadAsGet        HEAD is GET without the body
-    CORSMiddleware   answers browsers that ask for a page of another origin (Starlette's)
+    Preflights       answers browsers that ask for a page of another origin
     Gate             host name, key, page of origin, kind of body
 
 A server without keys trusts whoever reaches it, so on a loopback address no web page may: pages
@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bifolio.config import ServerConfig
@@ -46,6 +47,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.
 _LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?"
 _EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
 _FORM = "application/x-www-form-urlencoded"
+_OF_CONTENT = ("content-length", "content-type")
 _SHOWN = 80
 """Most characters of a header in a message."""
 
@@ -56,7 +58,7 @@ def add_middleware(
     """Put the layers around the routes; the last that is added is the outermost."""
     app.add_middleware(Gate, config=config, refusals=refusals)
     if config.cors_origins or config.api_keys:
-        app.add_middleware(CORSMiddleware, **_cors(config))
+        app.add_middleware(Preflights, **_cors(config))
     app.add_middleware(HeadAsGet)
     app.add_middleware(PlainPaths)
     app.add_middleware(RequestIds, metrics=metrics)
@@ -158,6 +160,25 @@ class HeadAsGet:
             await send({**message, "body": b""} if "body" in message else message)
 
         await self._app({**scope, "method": "GET"}, receive, send_head)
+
+
+class Preflights(CORSMiddleware):
+    """Starlette's, but what is refused is told in the form of the API."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        headers = {
+            name: value for name, value in response.headers.items() if name not in _OF_CONTENT
+        }
+        return ErrorResponse(
+            response.status_code,
+            "invalid_request_error",
+            f"the preflight is refused: {bytes(response.body).decode()}",
+            code="preflight_refused",
+            headers=headers,
+        ).response()
 
 
 class Gate:

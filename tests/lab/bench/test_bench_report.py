@@ -126,6 +126,19 @@ def test_what_is_missing_is_named_and_no_error(results, tmp_path):
     assert "other.json" not in told
 
 
+@pytest.mark.usefixtures("without_plots")
+@pytest.mark.parametrize(
+    "damage", [{"assumptions": None}, {"device": "h200"}, {"weight_bytes_per_device": "many"}]
+)
+def test_a_damaged_result_is_named_and_left_out(results, tmp_path, damage):
+    (tmp_path / "bench.json").write_text((results / "bench.json").read_text())
+    [plan] = results.glob("plan-*.json")
+    (tmp_path / "plan.json").write_text(json.dumps(json.loads(plan.read_text()) | damage))
+    said = run("report", tmp_path)
+    assert "note: plan.json is not as bifolio wrote it (" in said
+    assert "no plan" in said
+
+
 def test_a_folder_without_results_is_refused_with_the_commands_that_make_some(tmp_path):
     with pytest.raises(ConfigError, match="bifolio bench compare"):
         read_documents(tmp_path)

@@ -7,14 +7,16 @@ kept connections, straight from asyncio into httptools, without layers in betwee
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
 from bifolio.errors import ConfigError
+from bifolio.wording import shown
 
 OnBody = Callable[[bytes], None]
 
@@ -30,6 +32,29 @@ class Response:
 
 class LoadClientError(Exception):
     """The connection could not be made, or ended before the answer did."""
+
+
+def address_of(url: str) -> SplitResult:
+    """The root of a server by its URL, or that of its `/v1`.
+
+    ConfigError unless it is http[s]://HOST[:PORT][/PATH] in ASCII.
+    """
+    try:
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        host, port = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:
+        host, port, parts = b"", None, urlsplit("")
+    good = parts.scheme in ("http", "https") and host and port != 0
+    if not good or not re.fullmatch(r"[!-~]+", url):
+        raise ConfigError(f"invalid --url {shown(url)}: expected http://HOST:PORT")
+    return parts
+
+
+def bearer(key: str) -> bytes:
+    """The value of the header by which a key is sent, in the bytes that the user typed."""
+    if re.search(r"[\0-\x1f\x7f]", key):
+        raise ConfigError("the key has a line break or a control character in it; give it alone")
+    return f"Bearer {key}".encode(errors="surrogateescape")
 
 
 class _Connection(asyncio.Protocol):
@@ -121,32 +146,29 @@ class LoadClient:
     """Connections to one server. `url` is its root or its `/v1`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"invalid --url {url!r}: expected http://HOST:PORT")
+        parts = address_of(url)
+        assert parts.hostname is not None
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self._host, self._path = parts.hostname, parts.path
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        if "\r" in key[:-2] or "\n" in key[:-2]:
-            raise ConfigError("--api-key has a line break in it; give the key alone")
-        self._head = f"Host: {parts.netloc}\r\nUser-Agent: bifolio-bench\r\n{key}"
+        head = f"Host: {parts.netloc}\r\nUser-Agent: bifolio-bench\r\n".encode()
+        key = b"Authorization: %b\r\n" % bearer(api_key) if api_key else b""
+        self._head = head + key
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
         """Fetch a small answer."""
         return await self._send(
-            f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode("latin-1"), None
+            b"%b%b\r\n" % (f"GET {self._path}{path} HTTP/1.1\r\n".encode(), self._head), None
         )
 
     async def post(self, path: str, body: bytes, on_body: OnBody | None = None) -> Response:
         """Send JSON. Pieces of an answer of status 200 go to `on_body`, where there is one."""
-        head = (
-            f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Type: application/json\r\n"
-            f"Accept: text/event-stream, application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        return await self._send(head.encode("latin-1") + body, on_body)
+        line = f"POST {self._path}{path} HTTP/1.1\r\n".encode()
+        kinds = b"Content-Type: application/json\r\nAccept: text/event-stream, application/json\r\n"
+        length = b"Content-Length: %d\r\n\r\n" % len(body)
+        return await self._send(b"".join((line, self._head, kinds, length, body)), on_body)
 
     async def _send(self, request: bytes, on_body: OnBody | None) -> Response:
         connection = self._kept()

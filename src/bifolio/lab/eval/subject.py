@@ -42,18 +42,16 @@ class Setup:
         plan = PrecisionPlan.parse(self.plan)
         page = PageSpec.of(source.spec, plan.prefill.cache, plan.page_size)
         longest = page.pages_for(tokens) * page.page_bytes
-        return EngineConfig.model_validate(
-            {
-                "model": self.model,
-                "plan": plan,
-                "kernels": self.kernels,
-                "threads": self.threads,
-                "max_model_len": tokens,
-                "cache_memory": max(_LEAST_CACHE, 4 * longest),
-                "max_num_seqs": SEATS,
-                "prefix_cache": False,
-                "log_level": "warning",
-            }
+        return EngineConfig.of(
+            model=self.model,
+            plan=plan,
+            kernels=self.kernels,
+            threads=self.threads,
+            max_model_len=tokens,
+            cache_memory=max(_LEAST_CACHE, 4 * longest),
+            max_num_seqs=SEATS,
+            prefix_cache=False,
+            log_level="warning",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,14 @@ from typing import Any
 from bifolio.errors import ConfigError, cause_of
 from bifolio.input_files import LARGE_BYTES, parse_json, read_text, visible
 from bifolio.lab.bench.bench_results import KIND, SCHEMA
+from bifolio.wording import cut
 
 _EVAL = "bifolio.eval/"
 
 Document = dict[str, Any]
+
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
+"""What a value that is missing or of another type comes to where a page is made of it."""
 
 
 @dataclass(slots=True)
@@ -25,6 +29,13 @@ class Documents:
     evals: list[Document] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+
+    def add(self, one: Documents, name: str) -> None:
+        """Take over the result of a file."""
+        self.plans += one.plans
+        self.benches += one.benches
+        self.evals += one.evals
+        self.files.append(name)
 
     @property
     def missing(self) -> list[str]:
@@ -40,8 +51,11 @@ class Documents:
         ]
 
 
-def read_documents(folder: Path) -> Documents:
-    """All JSON files of a folder and of the folders in it; ConfigError if none is a result."""
+def read_documents(folder: Path, show: Callable[[Documents], object] = repr) -> Documents:
+    """All JSON files of a folder and of the folders in it; ConfigError if none is a result.
+
+    `show` makes a page of one result. Where it cannot, the result is damaged and skipped.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; make results with --out {folder} first")
     found = Documents()
@@ -52,8 +66,16 @@ def read_documents(folder: Path) -> Documents:
         except (OSError, ValueError) as error:
             found.skipped.append(f"{name} cannot be read: {cause_of(error)}")
             continue
-        if isinstance(document, dict) and _sort_in(document, name, found):
-            found.files.append(name)
+        alone = Documents(skipped=found.skipped)
+        if not isinstance(document, dict) or not _sort_in(document, name, alone):
+            continue
+        try:
+            show(alone)
+        except _DAMAGED as error:
+            what = cut(f"{type(error).__name__}: {error}")
+            found.skipped.append(f"{name} is not as bifolio wrote it ({what})")
+            continue
+        found.add(alone, name)
     if not (found.plans or found.benches or found.evals):
         raise ConfigError(
             f"{folder} holds no results. "
