@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?= smollm2-135m
+JOBS ?= 2
 ARGS ?=
 
 .PHONY: help serve chat check test quick soak sanitize sanitize-threads bench bench-pools wheel clean \
@@ -31,7 +32,7 @@ check: env-dev  ## lint, types, layers: under a minute
 	$(BIN)/python tools/make_figures.py --check
 
 test: check  ## check, then every test but the long ones
-	$(BIN)/pytest -m "not soak" $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not soak" $(ARGS)
 
 quick: env-dev  ## the tests that need neither torch nor a process of their own: seconds
 	$(BIN)/pytest --quick -m "not soak" --ignore tests/e2e --ignore tests/kernels \
