@@ -300,6 +300,8 @@ def test_the_older_forms_of_the_api_are_read():
     [
         (user("A") | {"prefix": True}, "messages[0].prefix"),
         (user("A") | {"files": ["x"]}, "messages[0].files"),
+        (user("A") | {"type": "image"}, "messages[0].type"),
+        (user("A") | {"type": ["text"]}, "messages[0].type"),
         (user("A") | {"tool_calls": [call("{}")]}, "messages[0].tool_calls"),
         (assistant(None, call([1])), "messages[0].tool_calls[0].function.arguments"),
     ],
@@ -313,6 +315,8 @@ def test_a_field_of_a_message_that_means_nothing_here_is_refused(message, place)
 def test_fields_that_say_nothing_or_that_the_template_knows_are_taken():
     silent = {"name": "x", "audio": None, "files": [], "reasoning_content": "w", "annotations": [1]}
     assert "A" in shown(CHATML, [user("A") | silent])
+    for kind in ("text", "message"):  # of lm-evaluation-harness, and of the Responses API
+        assert "A" in shown(CHATML, [user("A") | {"type": kind}])
     assert (
         shown("{{ messages[0].mood }}{{ messages[0].content }}", [user("A") | {"mood": "x"}])
         == "xA"

@@ -90,6 +90,9 @@ _METADATA = frozenset(
 )
 """Fields of a message that a template may leave out."""
 
+_TYPES = ("text", "message")
+"""Types of a message that say nothing: of lm-evaluation-harness and of OpenAI's Responses API."""
+
 _MAY_BE_TEXT: tuple[Kind, ...] = ("developer", "calls", "result", "tools")
 
 _OWN_WORDS = ("content", "reasoning", "reasoning_content", "thinking")
@@ -479,6 +482,8 @@ class ChatTemplate:
         """RequestError for a field of a message that means nothing to us and the template."""
         for i, message in enumerate(messages):
             for name, value in message.items():
+                if name == "type" and value in _TYPES:
+                    continue
                 if name not in _METADATA and name not in self._names and value:
                     place = f"messages[{i}].{name[:80]}"
                     raise RequestError(
