@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -17,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
@@ -54,35 +57,137 @@ def size_text(count: int) -> str:
     return str(count)
 
 
+FORMATS, POOLS, LIMITS = "Formats and kernels", "Two pools", "Limits"
+CACHE, NETWORK, OTHER = "Cache", "Network and names", "Options"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What users read of a setting, stated once beside its type, its default and its bounds.
+
+    From it come the option of `bifolio serve`, its variable (`BIFOLIO_` and the key, in capitals),
+    and its row in docs/options.md. In a TOML file it is a key at the top.
+    """
+
+    help: str
+    panel: str = OTHER
+    metavar: str | None = None
+    default: str | None = None
+    """How the default is shown, where its value does not tell."""
+    singular: str | None = None
+    """Of a list: the option's name, which may be repeated, and another key for the file."""
+    variable: str | None = None
+    """The environment variable, where it is not called like the key."""
+    secret: bool = False
+    """Its value is shown in no message."""
+    table: bool = False
+    """It is a table of the file, and no option."""
+
+
+def _read_size(value: str | int, info: ValidationInfo) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{info.field_name}: {error}") from error
+
+
+Size = Annotated[int, BeforeValidator(_read_size)]
+"""A number of bytes, given as `parse_bytes` reads it."""
+
+
+KernelSet = Literal["auto", "native", "reference"]
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class PlanSettings(_Frozen):
+    """Settings that `resolve` splits among the engines: the plan of each phase, and the workers."""
+
+    plan: Annotated[
+        str | None,
+        Setting(
+            "Formats of both phases: weights/cache, or weights=…,cache=…,head=…,page=…",
+            FORMATS,
+            "PLAN",
+            default=str(PrecisionPlan()).split()[0],
+        ),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        Setting("Formats of prefill, where they differ.", FORMATS, "PLAN", default="--plan"),
+    ] = None
+    decode: Annotated[
+        str | None,
+        Setting("Formats of decode, where they differ.", FORMATS, "PLAN", default="--plan"),
+    ] = None
+    pools: Annotated[
+        str | None,
+        Setting(
+            "Workers for prefill and for decode, each phase in its formats: 1p1d, 2p1d, …",
+            POOLS,
+            "NpMd",
+            default="one engine for both",
+        ),
+    ] = None
 
 
 class EngineConfig(_Frozen):
     """Everything the engine process needs. Sizes in bytes, lengths in tokens; 0 means derived."""
 
-    model: str
+    model: Annotated[
+        str,
+        Setting("A folder, a .gguf file, a Hugging Face id, or a built-in name (smollm2-135m)."),
+    ]
     plan: PrecisionPlan = PrecisionPlan()
-    cache_memory: int = 2**30
-    max_model_len: int = Field(default=0, ge=0)
-    max_num_seqs: int = Field(default=64, ge=1)
-    max_step_tokens: int = Field(default=2048, ge=1)
-    max_waiting: int = Field(default=1024, ge=1)
-    threads: int = Field(default=0, ge=0, le=1024)
-    kernels: Literal["auto", "native", "reference"] = "auto"
-    experts: Literal["memory", "mapped"] = "memory"
-    expert_memory: int = 0
-    integrity: bool = True
-    prefix_cache: bool = True
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-
-    @field_validator("cache_memory", "expert_memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: str | int, info: ValidationInfo) -> int:
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise ConfigError(f"{info.field_name}: {error}") from error
+    kernels: Annotated[
+        KernelSet, Setting("auto takes native ones where this machine has them.", FORMATS)
+    ] = "auto"
+    threads: Annotated[
+        int,
+        Field(ge=0, le=1024),
+        Setting(
+            "Threads of the kernels; 0 takes all cores that affinity and quota allow.", FORMATS, "N"
+        ),
+    ] = 0
+    experts: Annotated[
+        Literal["memory", "mapped"],
+        Setting(
+            "mapped keeps experts in files and the used ones in memory, for models larger than it.",
+            FORMATS,
+        ),
+    ] = "memory"
+    expert_memory: Annotated[
+        Size,
+        Setting(
+            "Memory for mapped experts; 0 leaves it to the system's page cache.", FORMATS, "SIZE"
+        ),
+    ] = 0
+    cache_memory: Annotated[Size, Setting("Memory for cached keys and values.", LIMITS, "SIZE")] = (
+        2**30
+    )
+    max_model_len: Annotated[
+        int,
+        Field(ge=0),
+        Setting("Longest context in tokens; 0 takes what the model allows.", LIMITS, "N"),
+    ] = 0
+    max_num_seqs: Annotated[
+        int, Field(ge=1), Setting("Requests computed at a time.", LIMITS, "N")
+    ] = 64
+    max_step_tokens: Annotated[
+        int, Field(ge=1), Setting("Tokens of one step; longer prompts are cut.", LIMITS, "N")
+    ] = 2048
+    max_waiting: Annotated[
+        int, Field(ge=1), Setting("Requests that may wait; more get HTTP 429.", LIMITS, "N")
+    ] = 1024
+    integrity: Annotated[
+        bool, Setting("Check the tag of each page before and after each step.", CACHE)
+    ] = True
+    prefix_cache: Annotated[bool, Setting("Reuse pages of equal beginnings.", CACHE)] = True
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Setting("Least severe lines to log.")
+    ] = "info"
 
     @field_validator("plan", mode="after")
     @classmethod
@@ -123,9 +228,22 @@ class PoolsConfig(_Frozen):
     prefill_workers: int = Field(ge=1, le=MAX_WORKERS)
     decode_workers: int = Field(ge=1, le=MAX_WORKERS)
     decode: EngineConfig
-    transport: Literal["shm", "tcp"] = "shm"
-    on_worker_loss: Literal["recompute", "fail"] = "recompute"
-    tls: TlsFiles | None = None
+    transport: Annotated[
+        Literal["shm", "tcp"], Setting("What pages travel by between workers.", POOLS)
+    ] = "shm"
+    on_worker_loss: Annotated[
+        Literal["recompute", "fail"],
+        Setting("Requests of a lost worker: send them through again, or fail.", POOLS),
+    ] = "recompute"
+    tls: Annotated[
+        TlsFiles | None,
+        Setting(
+            "Files in PEM form by which workers encrypt hand-offs over tcp: cert, key, ca.",
+            POOLS,
+            default="not encrypted",
+            table=True,
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _tls_has_a_use(self) -> Self:
@@ -139,29 +257,116 @@ class ServerConfig(_Frozen):
 
     engine: EngineConfig
     pools: PoolsConfig | None = None
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
-    api_keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    """Names that requests may give as `Host`, besides localhost and addresses; `*`: any."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of the pages that may use the server from a browser; `*`: any."""
-    max_connections: int = Field(default=0, ge=0)
-    """Open at a time; 0: twice what the queue holds, at least 4,096, as far as files allow."""
-    max_connections_per_address: int = Field(default=0, ge=0)
-    """Of one client address; 0: half of all."""
-    share_prefix_cache: bool = False
-    """Whether prompts sent with different keys may share pages of the cache."""
-    admin_key: str = ""
-    """Lets its owner look at and change the workers of two pools; empty: nobody."""
-    served_name: str = ""
-    chat_template: str = ""
-    generation_config: Literal["auto", "none"] = "auto"
-    """Whether the sampling that the model's files recommend is the default of requests."""
-    max_request_bytes: int = 8 * 2**20
-    drain_seconds: float = Field(default=30.0, ge=0)
-    request_timeout: float | None = Field(default=None, gt=0)
-    """Most seconds from the submission of a request to its last token; it may ask for less."""
+    host: Annotated[str, Setting("Address to listen on; 0.0.0.0 for all.", NETWORK, "ADDRESS")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int,
+        Field(ge=0, le=65535),
+        Setting(
+            "Port to listen on; 0 takes a free one and shows it.",
+            NETWORK,
+            "N",
+            variable="BIFOLIO_PORT_NUMBER",  # Kubernetes sets BIFOLIO_PORT for a service `bifolio`
+        ),
+    ] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Key that clients must send; may be repeated. Other users of the machine can see "
+            "options: the variable, with keys separated by spaces, is safer.",
+            NETWORK,
+            "KEY",
+            singular="api_key",
+            secret=True,
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Host name that requests to a loopback address may use; may be repeated, * for any.",
+            NETWORK,
+            "NAME",
+            default="localhost and addresses; any with an API key",
+            singular="allowed_host",
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Origin of web pages that may use the server; may be repeated, * for any.",
+            NETWORK,
+            "ORIGIN",
+            default="none; pages of this machine with an API key",
+            singular="cors_origin",
+        ),
+    ] = ()
+    max_connections: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Connections at a time; more get HTTP 503. 0: twice the queue, 4096 or more.",
+            LIMITS,
+            "N",
+        ),
+    ] = 0
+    max_connections_per_address: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Connections of one client address; more get HTTP 429. 0: half of all.", LIMITS, "N"
+        ),
+    ] = 0
+    share_prefix_cache: Annotated[
+        bool,
+        Setting(
+            "Share cached prefixes between API keys: faster, but timing tells what others asked.",
+            CACHE,
+        ),
+    ] = False
+    admin_key: Annotated[
+        str,
+        Setting(
+            "Lets `bifolio cluster` look at and change the workers of two pools.",
+            NETWORK,
+            "KEY",
+            default="nobody may",
+            secret=True,
+        ),
+    ] = ""
+    served_name: Annotated[
+        str, Setting("Name of the model in the API.", NETWORK, "NAME", default="MODEL")
+    ] = ""
+    chat_template: Annotated[
+        str,
+        Setting("A jinja2 file to use as chat template.", NETWORK, "FILE", default="the model's"),
+    ] = ""
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Setting(
+            "auto samples by the model's generation_config.json (or GGUF metadata) where a request "
+            "leaves a parameter out.",
+            NETWORK,
+        ),
+    ] = "auto"
+    max_request_bytes: Annotated[
+        Size, Setting("Longest body of a request; more gets HTTP 413.", LIMITS, "SIZE")
+    ] = 8 * 2**20
+    drain_seconds: Annotated[
+        float,
+        Field(ge=0),
+        Setting("Time that open requests get when the server stops.", NETWORK, "SECONDS"),
+    ] = 30.0
+    request_timeout: Annotated[
+        float | None,
+        Field(gt=0),
+        Setting(
+            "Most time for a request, queue included; its own `timeout` may be shorter.",
+            LIMITS,
+            "SECONDS",
+            default="no limit",
+        ),
+    ] = None
 
     @field_validator("host", "served_name", "chat_template", mode="after")
     @classmethod
@@ -218,15 +423,15 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
             ) from error
     given = {key: value for key, value in options.items() if value is not None}
     merged = _with_lists(merged) | _with_lists(given)
-    _check_keys(merged, _KEYS)
+    _check_keys(merged, SETTINGS)
     if not merged.get("model"):
         raise ConfigError(
             "no model given; name one on the command line (`bifolio serve smollm2-135m`) or in the "
             'configuration file (model = "smollm2-135m")'
         )
-    plan = PrecisionPlan.parse(*(_text(merged, key) for key in _PHASE_KEYS))
+    plan = PrecisionPlan.parse(*(_text(merged, key) for key in ("plan", "prefill", "decode")))
     engine = {key: merged.pop(key) for key in list(merged) if key in EngineConfig.model_fields}
-    pools = {key: merged.pop(key) for key in _POOL_KEYS if key in merged}
+    pools = {key: merged.pop(key) for key in ("pools", *PoolsConfig.model_fields) if key in merged}
     try:
         if "pools" in pools:
             return ServerConfig(**_two_pools(plan, engine, **pools), **merged)
@@ -237,21 +442,45 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         raise ConfigError(_explain(error)) from error
 
 
-_POOL_KEYS = ("pools", "transport", "on_worker_loss", "tls")
-_PHASE_KEYS = ("plan", "prefill", "decode")
-_KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_PHASE_KEYS}
-_KEYS -= {"engine"}
+SETTINGS = {
+    key: (setting, info)
+    for model in (PlanSettings, PoolsConfig, EngineConfig, ServerConfig)
+    for key, info in model.model_fields.items()
+    for setting in info.metadata
+    if isinstance(setting, Setting)
+}
+"""What a configuration file may hold, by key; other ways to set it are derived from it."""
 
 
-_LISTS = {"api_key": "api_keys", "cors_origin": "cors_origins", "allowed_host": "allowed_hosts"}
-"""Options that may be repeated, and the list that each stands for."""
+def variable_of(key: str) -> str:
+    """The environment variable of a setting."""
+    setting, _ = SETTINGS[key]
+    return setting.variable or f"BIFOLIO_{(setting.singular or key).upper()}"
+
+
+def default_text(setting: Setting, info: FieldInfo) -> str:
+    """The default as users read it; empty where there is none."""
+    if setting.default is not None:
+        return setting.default
+    match info.default:
+        case bool(value):
+            return "on" if value else "off"
+        case int(value) if setting.metavar == "SIZE":
+            return size_text(value)
+        case float(value):
+            return f"{value:g}"
+        case int(value) | str(value):
+            return str(value)
+        case _:
+            return ""
 
 
 def _with_lists(given: dict[str, Any]) -> dict[str, Any]:
     """Keys as the options are called (`api_key`) as the lists that they stand for."""
     merged = dict(given)
-    for one, many in _LISTS.items():
-        if one not in given:
+    for many, (setting, _) in SETTINGS.items():
+        one = setting.singular
+        if one is None or one not in given:
             continue
         if many in given:
             raise ConfigError(f'{one} and {many}: give one of them, such as {many} = ["…", "…"]')
@@ -318,7 +547,9 @@ def _explain(error: ValidationError) -> str:
         elif item["type"] == "value_error" and isinstance(item["input"], dict):
             # It is about several keys at once, and names them.
             lines.append(text)
-        elif item["type"] == "missing" or {"api_keys", "admin_key"} & set(item["loc"]):
+        elif item["type"] == "missing" or any(
+            SETTINGS[part][0].secret for part in item["loc"] if part in SETTINGS
+        ):
             lines.append(f"{key}: {text}")
         else:
             lines.append(f"{key}: {text} (got {item['input']!r})")

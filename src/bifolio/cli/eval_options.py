@@ -2,128 +2,107 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
+from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.cli.output_paths import plain, writable_folder
-from bifolio.cli.serve import KernelChoice
-
-
-class FloorOption(StrEnum):
-    """Choices of --floor (those of `lab.eval.distance_run`, which help must not import)."""
-
-    KERNELS = "kernels"
-    FP32 = "fp32"
-    NONE = "none"
-
-
-Candidates = Annotated[
-    list[str],
-    typer.Option(
-        "--candidate",
-        help="A plan to judge, as for serve, or 'PREFILL->DECODE'; may be repeated.",
-        metavar="PLAN",
-    ),
-]
-Model = Annotated[str, typer.Option("--model", "-m", help="As for serve.")]
-Reference = Annotated[
-    str, typer.Option("--reference", help="The plan to compare with.", metavar="PLAN")
-]
-Kernels = Annotated[KernelChoice, typer.Option("--kernels", help="As for serve.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="0: all that can compute.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        help="Write one JSON file for each comparison here.",
-        metavar="DIR",
-        callback=writable_folder,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON array.")]
-Data = Annotated[
-    Path | None,
-    typer.Option("--data", help="Larger sets from this folder (docs/eval.md).", metavar="DIR"),
-]
-Files = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--tasks",
-        help="Items from a JSON-lines file; may be repeated.",
-        metavar="FILE",
-        callback=plain,
-    ),
-]
-TaskNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--task", help="A task, or all whose names begin so; may be repeated.", metavar="NAME"
-    ),
-]
-Items = Annotated[
-    int | None,
-    typer.Option(
-        "--items",
-        min=1,
-        help="Items of each task that is drawn or read with --data.",
-        show_default="as many as the margin needs if no answer flips",
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of drawn items and of the bootstrap.")]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="Send prompts through the model's chat template.")
-]
-Margin = Annotated[
-    float,
-    typer.Option(
-        "--margin", min=0.0001, max=0.5, help="Differences of accuracy below this do not matter."
-    ),
-]
-MaxKL = Annotated[
-    float | None, typer.Option("--max-kl", min=0.0, help="Most mean KL, nats, on each text.")
-]
-MinTop1 = Annotated[
-    float | None,
-    typer.Option("--min-top1", min=0.0, max=1.0, help="Least share of equal top tokens."),
-]
+from bifolio.config import KernelSet
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedPlans:
-    """What is compared with what."""
+class EvalOptions:
+    """What is compared with what, and where the results go."""
 
-    model: str
-    reference: str
-    candidates: list[str]
-    kernels: str
-    threads: int
+    candidates: Annotated[
+        list[str],
+        Option(
+            "--candidate",
+            help="A plan to judge, as for serve, or 'PREFILL->DECODE'; may be repeated.",
+            metavar="PLAN",
+        ),
+    ]
+    model: Annotated[str, Option("--model", "-m", help="As for serve.")] = DEFAULT_MODEL
+    reference: Annotated[str, Option(help="The plan to compare with.", metavar="PLAN")] = (
+        "bf16/bf16"
+    )
+    data: Annotated[
+        Path | None, Option(help="Larger sets from this folder (docs/eval.md).", metavar="DIR")
+    ] = None
+    seed: Annotated[int, Option(min=0, help="Of drawn items and of the bootstrap.")] = 0
+    kernels: Annotated[KernelSet, Option(help="As for serve.")] = "auto"
+    threads: Annotated[int, Option(min=0, help="0: all that can compute.")] = 0
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Write one JSON file for each comparison here.",
+            metavar="DIR",
+            callback=writable_folder,
+        ),
+    ] = None
+    as_json: Annotated[bool, Option("--json", help="Print one JSON array.")] = False
+
+
+Margin = Annotated[
+    float, Option(min=0.0001, max=0.5, help="Differences of accuracy below this do not matter.")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
     """Which tasks, and how."""
 
-    names: list[str]
-    items: int | None
-    data: Path | None
-    files: list[Path]
-    chat: bool
-    margin: float
-    seed: int
+    margin: Margin
+    names: Annotated[
+        list[str],
+        Option(
+            "--task", help="A task, or all whose names begin so; may be repeated.", metavar="NAME"
+        ),
+    ] = field(default_factory=list)
+    items: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Items of each task that is drawn or read with --data.",
+            show_default="as many as the margin needs if no answer flips",
+        ),
+    ] = None
+    files: Annotated[
+        list[Path],
+        Option(
+            "--tasks",
+            help="Items from a JSON-lines file; may be repeated.",
+            metavar="FILE",
+            callback=plain,
+        ),
+    ] = field(default_factory=list)
+    chat: Annotated[
+        bool, Option("--chat", help="Send prompts through the model's chat template.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Which texts, and how."""
 
-    texts: list[Path]
-    data: Path | None
-    contexts: list[int]
-    scored: int
-    windows: int
-    floor: FloorOption
-    seed: int
+    texts: Annotated[
+        list[Path],
+        Argument(
+            help="UTF-8 texts to score.",
+            show_default="built in: English and Slovak",
+            callback=plain,
+        ),
+    ] = field(default_factory=list)
+    contexts: Annotated[
+        list[int],
+        Option("--context", min=1, help="Tokens before the scored ones; may be repeated."),
+    ] = field(default_factory=lambda: [64, 256, 768])
+    scored: Annotated[int, Option(min=2, help="Tokens scored in each window.")] = 64
+    windows: Annotated[int, Option(min=1, help="Windows of each context.")] = 8
+    floor: Annotated[
+        Literal["kernels", "fp32", "none"],
+        Option(help="The reference's own noise: on the other kernels, or beside fp32."),
+    ] = "kernels"
