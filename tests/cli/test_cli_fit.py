@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from bifolio.cli import launch
-from bifolio.cli.fit import check_fit
+from bifolio.cli.launch import check_fit
 from bifolio.config import resolve
 from bifolio.errors import ConfigError
 from bifolio.machine import MachineLimits

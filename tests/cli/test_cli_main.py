@@ -136,7 +136,7 @@ def test_errors_of_ours_are_one_line_and_control_c_none(
     def examine() -> None:
         raise raised
 
-    monkeypatch.setattr("bifolio.cli.checkup.examine", examine)
+    monkeypatch.setattr("bifolio.cli.doctor.examine", examine)
     result = invoke("doctor")
     assert (result.exit_code, result.stderr) == (status, stderr)
 
@@ -145,5 +145,5 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
     def examine() -> None:
         raise AssertionError("ours")
 
-    monkeypatch.setattr("bifolio.cli.checkup.examine", examine)
+    monkeypatch.setattr("bifolio.cli.doctor.examine", examine)
     assert isinstance(invoke("doctor").exception, AssertionError)
