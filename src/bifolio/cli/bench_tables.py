@@ -73,8 +73,9 @@ def _ratios(results: Results, name: str) -> Table:
         if comparison is not None and comparison.refused is not None:
             rows.append([point.load.name, "not comparable", "", ""])
         elif comparison is not None:
-            ratios = (comparison.output_rate, comparison.ttft, comparison.tpot)
-            rows.append([point.load.name, *("–" if r is None else ratio_text(r) for r in ratios)])
+            ratios = comparison.ratios
+            shown = (ratios.output_rate, ratios.ttft, ratios.tpot)
+            rows.append([point.load.name, *("–" if r is None else ratio_text(r) for r in shown)])
     headers = ["load", "tokens/s", "TTFT", "TPOT"]
     return Table(headers, rows, f"against {first} (95 % intervals):")
 
