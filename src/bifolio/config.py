@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -70,18 +70,36 @@ class Setting:
     """
 
     help: str
-    panel: str = OTHER
-    metavar: str | None = None
-    default: str | None = None
-    """How the default is shown, where its value does not tell."""
-    singular: str | None = None
+    panel: str
+    metavar: str
+    shown: str | None
+    """The default as users read it, where its value does not tell."""
+    singular: str
     """Of a list: the option's name, which may be repeated, and another key for the file."""
-    variable: str | None = None
+    variable: str
     """The environment variable, where it is not called like the key."""
-    secret: bool = False
+    secret: bool
     """Its value is shown in no message."""
-    table: bool = False
+    table: bool
     """It is a table of the file, and no option."""
+
+
+def setting(
+    default: Any,
+    help: str,
+    panel: str = OTHER,
+    metavar: str = "",
+    *,
+    shown: str | None = None,
+    singular: str = "",
+    variable: str = "",
+    secret: bool = False,
+    table: bool = False,
+    **bounds: Any,
+) -> Any:
+    """A field that users can set. For `bounds` see `pydantic.Field`, for the rest `Setting`."""
+    extra: Any = Setting(help, panel, metavar, shown, singular, variable, secret, table)
+    return Field(default, json_schema_extra={"setting": extra}, **bounds)
 
 
 def _read_size(value: str | int, info: ValidationInfo) -> int:
@@ -94,7 +112,6 @@ def _read_size(value: str | int, info: ValidationInfo) -> int:
 Size = Annotated[int, BeforeValidator(_read_size)]
 """A number of bytes, given as `parse_bytes` reads it."""
 
-
 KernelSet = Literal["auto", "native", "reference"]
 
 
@@ -105,32 +122,26 @@ class _Frozen(BaseModel):
 class PlanSettings(_Frozen):
     """Settings that `resolve` splits among the engines: the plan of each phase, and the workers."""
 
-    plan: Annotated[
-        str | None,
-        Setting(
-            "Formats of both phases: weights/cache, or weights=…,cache=…,head=…,page=…",
-            FORMATS,
-            "PLAN",
-            default=str(PrecisionPlan()).split()[0],
-        ),
-    ] = None
-    prefill: Annotated[
-        str | None,
-        Setting("Formats of prefill, where they differ.", FORMATS, "PLAN", default="--plan"),
-    ] = None
-    decode: Annotated[
-        str | None,
-        Setting("Formats of decode, where they differ.", FORMATS, "PLAN", default="--plan"),
-    ] = None
-    pools: Annotated[
-        str | None,
-        Setting(
-            "Workers for prefill and for decode, each phase in its formats: 1p1d, 2p1d, …",
-            POOLS,
-            "NpMd",
-            default="one engine for both",
-        ),
-    ] = None
+    plan: str | None = setting(
+        None,
+        "Formats of both phases: weights/cache, or weights=…,cache=…,head=…,page=…",
+        FORMATS,
+        "PLAN",
+        shown=str(PrecisionPlan()).split()[0],
+    )
+    prefill: str | None = setting(
+        None, "Formats of prefill, where they differ.", FORMATS, "PLAN", shown="--plan"
+    )
+    decode: str | None = setting(
+        None, "Formats of decode, where they differ.", FORMATS, "PLAN", shown="--plan"
+    )
+    pools: str | None = setting(
+        None,
+        "Workers for prefill and for decode, each phase in its formats: 1p1d, 2p1d, …",
+        POOLS,
+        "NpMd",
+        shown="one engine for both",
+    )
 
 
 class EngineConfig(_Frozen):
@@ -138,56 +149,46 @@ class EngineConfig(_Frozen):
 
     model: Annotated[
         str,
-        Setting("A folder, a .gguf file, a Hugging Face id, or a built-in name (smollm2-135m)."),
+        setting(
+            ..., "A folder, a .gguf file, a Hugging Face id, or a built-in name (smollm2-135m)."
+        ),
     ]
     plan: PrecisionPlan = PrecisionPlan()
-    kernels: Annotated[
-        KernelSet, Setting("auto takes native ones where this machine has them.", FORMATS)
-    ] = "auto"
-    threads: Annotated[
-        int,
-        Field(ge=0, le=1024),
-        Setting(
-            "Threads of the kernels; 0 takes all cores that affinity and quota allow.", FORMATS, "N"
-        ),
-    ] = 0
-    experts: Annotated[
-        Literal["memory", "mapped"],
-        Setting(
-            "mapped keeps experts in files and the used ones in memory, for models larger than it.",
-            FORMATS,
-        ),
-    ] = "memory"
-    expert_memory: Annotated[
-        Size,
-        Setting(
-            "Memory for mapped experts; 0 leaves it to the system's page cache.", FORMATS, "SIZE"
-        ),
-    ] = 0
-    cache_memory: Annotated[Size, Setting("Memory for cached keys and values.", LIMITS, "SIZE")] = (
-        2**30
+    kernels: KernelSet = setting(
+        "auto", "auto takes native ones where this machine has them.", FORMATS
     )
-    max_model_len: Annotated[
-        int,
-        Field(ge=0),
-        Setting("Longest context in tokens; 0 takes what the model allows.", LIMITS, "N"),
-    ] = 0
-    max_num_seqs: Annotated[
-        int, Field(ge=1), Setting("Requests computed at a time.", LIMITS, "N")
-    ] = 64
-    max_step_tokens: Annotated[
-        int, Field(ge=1), Setting("Tokens of one step; longer prompts are cut.", LIMITS, "N")
-    ] = 2048
-    max_waiting: Annotated[
-        int, Field(ge=1), Setting("Requests that may wait; more get HTTP 429.", LIMITS, "N")
-    ] = 1024
-    integrity: Annotated[
-        bool, Setting("Check the tag of each page before and after each step.", CACHE)
-    ] = True
-    prefix_cache: Annotated[bool, Setting("Reuse pages of equal beginnings.", CACHE)] = True
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Setting("Least severe lines to log.")
-    ] = "info"
+    threads: int = setting(
+        0,
+        "Threads of the kernels; 0 takes all cores that affinity and quota allow.",
+        FORMATS,
+        "N",
+        ge=0,
+        le=1024,
+    )
+    experts: Literal["memory", "mapped"] = setting(
+        "memory",
+        "mapped keeps experts in files and the used ones in memory, for models larger than it.",
+        FORMATS,
+    )
+    expert_memory: Size = setting(
+        0, "Memory for mapped experts; 0 leaves it to the system's page cache.", FORMATS, "SIZE"
+    )
+    cache_memory: Size = setting(2**30, "Memory for cached keys and values.", LIMITS, "SIZE")
+    max_model_len: int = setting(
+        0, "Longest context in tokens; 0 takes what the model allows.", LIMITS, "N", ge=0
+    )
+    max_num_seqs: int = setting(64, "Requests computed at a time.", LIMITS, "N", ge=1)
+    max_step_tokens: int = setting(
+        2048, "Tokens of one step; longer prompts are cut.", LIMITS, "N", ge=1
+    )
+    max_waiting: int = setting(
+        1024, "Requests that may wait; more get HTTP 429.", LIMITS, "N", ge=1
+    )
+    integrity: bool = setting(True, "Check the tag of each page before and after each step.", CACHE)
+    prefix_cache: bool = setting(True, "Reuse pages of equal beginnings.", CACHE)
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Least severe lines to log."
+    )
 
     @field_validator("plan", mode="after")
     @classmethod
@@ -228,22 +229,19 @@ class PoolsConfig(_Frozen):
     prefill_workers: int = Field(ge=1, le=MAX_WORKERS)
     decode_workers: int = Field(ge=1, le=MAX_WORKERS)
     decode: EngineConfig
-    transport: Annotated[
-        Literal["shm", "tcp"], Setting("What pages travel by between workers.", POOLS)
-    ] = "shm"
-    on_worker_loss: Annotated[
-        Literal["recompute", "fail"],
-        Setting("Requests of a lost worker: send them through again, or fail.", POOLS),
-    ] = "recompute"
-    tls: Annotated[
-        TlsFiles | None,
-        Setting(
-            "Files in PEM form by which workers encrypt hand-offs over tcp: cert, key, ca.",
-            POOLS,
-            default="not encrypted",
-            table=True,
-        ),
-    ] = None
+    transport: Literal["shm", "tcp"] = setting(
+        "shm", "What pages travel by between workers.", POOLS
+    )
+    on_worker_loss: Literal["recompute", "fail"] = setting(
+        "recompute", "Requests of a lost worker: send them through again, or fail.", POOLS
+    )
+    tls: TlsFiles | None = setting(
+        None,
+        "Files in PEM form by which workers encrypt hand-offs over tcp: cert, key, ca.",
+        POOLS,
+        shown="not encrypted",
+        table=True,
+    )
 
     @model_validator(mode="after")
     def _tls_has_a_use(self) -> Self:
@@ -257,116 +255,92 @@ class ServerConfig(_Frozen):
 
     engine: EngineConfig
     pools: PoolsConfig | None = None
-    host: Annotated[str, Setting("Address to listen on; 0.0.0.0 for all.", NETWORK, "ADDRESS")] = (
-        "127.0.0.1"
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", NETWORK, "ADDRESS")
+    port: int = setting(
+        8000,
+        "Port to listen on; 0 takes a free one and shows it.",
+        NETWORK,
+        "N",
+        variable="BIFOLIO_PORT_NUMBER",  # Kubernetes sets BIFOLIO_PORT for a service `bifolio`
+        ge=0,
+        le=65535,
     )
-    port: Annotated[
-        int,
-        Field(ge=0, le=65535),
-        Setting(
-            "Port to listen on; 0 takes a free one and shows it.",
-            NETWORK,
-            "N",
-            variable="BIFOLIO_PORT_NUMBER",  # Kubernetes sets BIFOLIO_PORT for a service `bifolio`
-        ),
-    ] = 8000
-    api_keys: Annotated[
-        tuple[str, ...],
-        Setting(
-            "Key that clients must send; may be repeated. Other users of the machine can see "
-            "options: the variable, with keys separated by spaces, is safer.",
-            NETWORK,
-            "KEY",
-            singular="api_key",
-            secret=True,
-        ),
-    ] = ()
-    allowed_hosts: Annotated[
-        tuple[str, ...],
-        Setting(
-            "Host name that requests to a loopback address may use; may be repeated, * for any.",
-            NETWORK,
-            "NAME",
-            default="localhost and addresses; any with an API key",
-            singular="allowed_host",
-        ),
-    ] = ()
-    cors_origins: Annotated[
-        tuple[str, ...],
-        Setting(
-            "Origin of web pages that may use the server; may be repeated, * for any.",
-            NETWORK,
-            "ORIGIN",
-            default="none; pages of this machine with an API key",
-            singular="cors_origin",
-        ),
-    ] = ()
-    max_connections: Annotated[
-        int,
-        Field(ge=0),
-        Setting(
-            "Connections at a time; more get HTTP 503. 0: twice the queue, 4096 or more.",
-            LIMITS,
-            "N",
-        ),
-    ] = 0
-    max_connections_per_address: Annotated[
-        int,
-        Field(ge=0),
-        Setting(
-            "Connections of one client address; more get HTTP 429. 0: half of all.", LIMITS, "N"
-        ),
-    ] = 0
-    share_prefix_cache: Annotated[
-        bool,
-        Setting(
-            "Share cached prefixes between API keys: faster, but timing tells what others asked.",
-            CACHE,
-        ),
-    ] = False
-    admin_key: Annotated[
-        str,
-        Setting(
-            "Lets `bifolio cluster` look at and change the workers of two pools.",
-            NETWORK,
-            "KEY",
-            default="nobody may",
-            secret=True,
-        ),
-    ] = ""
-    served_name: Annotated[
-        str, Setting("Name of the model in the API.", NETWORK, "NAME", default="MODEL")
-    ] = ""
-    chat_template: Annotated[
-        str,
-        Setting("A jinja2 file to use as chat template.", NETWORK, "FILE", default="the model's"),
-    ] = ""
-    generation_config: Annotated[
-        Literal["auto", "none"],
-        Setting(
-            "auto samples by the model's generation_config.json (or GGUF metadata) where a request "
-            "leaves a parameter out.",
-            NETWORK,
-        ),
-    ] = "auto"
-    max_request_bytes: Annotated[
-        Size, Setting("Longest body of a request; more gets HTTP 413.", LIMITS, "SIZE")
-    ] = 8 * 2**20
-    drain_seconds: Annotated[
-        float,
-        Field(ge=0),
-        Setting("Time that open requests get when the server stops.", NETWORK, "SECONDS"),
-    ] = 30.0
-    request_timeout: Annotated[
-        float | None,
-        Field(gt=0),
-        Setting(
-            "Most time for a request, queue included; its own `timeout` may be shorter.",
-            LIMITS,
-            "SECONDS",
-            default="no limit",
-        ),
-    ] = None
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "Key that clients must send; may be repeated. Other users of the machine can see "
+        "options: the variable, with keys separated by spaces, is safer.",
+        NETWORK,
+        "KEY",
+        singular="api_key",
+        secret=True,
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Host name that requests to a loopback address may use; may be repeated, * for any.",
+        NETWORK,
+        "NAME",
+        shown="localhost and addresses; any with an API key",
+        singular="allowed_host",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Origin of web pages that may use the server; may be repeated, * for any.",
+        NETWORK,
+        "ORIGIN",
+        shown="none; pages of this machine with an API key",
+        singular="cors_origin",
+    )
+    max_connections: int = setting(
+        0,
+        "Connections at a time; more get HTTP 503. 0: twice the queue, 4096 or more.",
+        LIMITS,
+        "N",
+        ge=0,
+    )
+    max_connections_per_address: int = setting(
+        0,
+        "Connections of one client address; more get HTTP 429. 0: half of all.",
+        LIMITS,
+        "N",
+        ge=0,
+    )
+    share_prefix_cache: bool = setting(
+        False,
+        "Share cached prefixes between API keys: faster, but timing tells what others asked.",
+        CACHE,
+    )
+    admin_key: str = setting(
+        "",
+        "Lets `bifolio cluster` look at and change the workers of two pools.",
+        NETWORK,
+        "KEY",
+        shown="nobody may",
+        secret=True,
+    )
+    served_name: str = setting("", "Name of the model in the API.", NETWORK, "NAME", shown="MODEL")
+    chat_template: str = setting(
+        "", "A jinja2 file to use as chat template.", NETWORK, "FILE", shown="the model's"
+    )
+    generation_config: Literal["auto", "none"] = setting(
+        "auto",
+        "auto samples by the model's generation_config.json (or GGUF metadata) where a request "
+        "leaves a parameter out.",
+        NETWORK,
+    )
+    max_request_bytes: Size = setting(
+        8 * 2**20, "Longest body of a request; more gets HTTP 413.", LIMITS, "SIZE"
+    )
+    drain_seconds: float = setting(
+        30.0, "Time that open requests get when the server stops.", NETWORK, "SECONDS", ge=0
+    )
+    request_timeout: float | None = setting(
+        None,
+        "Most time for a request, queue included; its own `timeout` may be shorter.",
+        LIMITS,
+        "SECONDS",
+        shown="no limit",
+        gt=0,
+    )
 
     @field_validator("host", "served_name", "chat_template", mode="after")
     @classmethod
@@ -442,12 +416,17 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         raise ConfigError(_explain(error)) from error
 
 
+def _settings(model: type[BaseModel]) -> Iterator[tuple[str, tuple[Setting, FieldInfo]]]:
+    for key, info in model.model_fields.items():
+        extra: Any = info.json_schema_extra
+        if extra is not None:
+            yield key, (extra["setting"], info)
+
+
 SETTINGS = {
-    key: (setting, info)
+    key: setting
     for model in (PlanSettings, PoolsConfig, EngineConfig, ServerConfig)
-    for key, info in model.model_fields.items()
-    for setting in info.metadata
-    if isinstance(setting, Setting)
+    for key, setting in _settings(model)
 }
 """What a configuration file may hold, by key; other ways to set it are derived from it."""
 
@@ -460,8 +439,8 @@ def variable_of(key: str) -> str:
 
 def default_text(setting: Setting, info: FieldInfo) -> str:
     """The default as users read it; empty where there is none."""
-    if setting.default is not None:
-        return setting.default
+    if setting.shown is not None:
+        return setting.shown
     match info.default:
         case bool(value):
             return "on" if value else "off"
@@ -480,7 +459,7 @@ def _with_lists(given: dict[str, Any]) -> dict[str, Any]:
     merged = dict(given)
     for many, (setting, _) in SETTINGS.items():
         one = setting.singular
-        if one is None or one not in given:
+        if not one or one not in given:
             continue
         if many in given:
             raise ConfigError(f'{one} and {many}: give one of them, such as {many} = ["…", "…"]')

@@ -73,7 +73,7 @@ def _annotation(key: str) -> Any:
             names,
             envvar=variable_of(key),
             show_envvar=setting.secret,
-            metavar=setting.metavar,
+            metavar=setting.metavar or None,
             show_default=default_text(setting, info) or False,
         ),
     ]
