@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bifolio.cli.bench_options import WHAT, WHERE, BenchOptions
-from bifolio.cli.options import option, with_options
+from bifolio.cli.options import with_options
 from bifolio.errors import ConfigError
 
 app = typer.Typer(name="bench", invoke_without_command=True, rich_markup_mode="rich")
@@ -18,12 +18,18 @@ app = typer.Typer(name="bench", invoke_without_command=True, rich_markup_mode="r
 @with_options
 def bench(
     context: typer.Context,
-    plan: Annotated[str, option(WHERE, "Formats, as for serve.", metavar="PLAN")] = "auto/bf16",
+    plan: Annotated[
+        str, typer.Option(help="Formats, as for serve.", metavar="PLAN", rich_help_panel=WHERE)
+    ] = "auto/bf16",
     url: Annotated[
         str | None,
-        option(WHERE, "A running server with the OpenAI API.", metavar="http://HOST:PORT"),
+        typer.Option(
+            help="A running server with the OpenAI API.",
+            metavar="http://HOST:PORT",
+            rich_help_panel=WHERE,
+        ),
     ] = None,
-    options: BenchOptions = BenchOptions(),  # noqa: B008
+    options: BenchOptions = BenchOptions(),
 ) -> None:
     """Measure speed and cost of an engine in this process, a server, or any OpenAI API.
 
@@ -64,14 +70,14 @@ def compare(
         list[str],
         typer.Argument(help="Plans as for serve, PREFILL->DECODE too, or URLs of running servers."),
     ],
-    options: BenchOptions = BenchOptions(cache_memory="256MiB", repeats=3),  # noqa: B008
+    options: BenchOptions = BenchOptions(cache_memory="256MiB", repeats=3),
     alone: Annotated[
         int,
-        option(
-            WHAT,
-            "Also one prompt of this length at a time, for prefill and decode alone; 0: none.",
+        typer.Option(
+            help="Also one prompt of this length at a time, for prefill and decode alone; 0: none.",
             metavar="N",
             min=0,
+            rich_help_panel=WHAT,
         ),
     ] = 2048,
 ) -> None:

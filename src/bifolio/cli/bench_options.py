@@ -6,7 +6,7 @@ import math
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from bifolio.cli.console import DEFAULT_MODEL
 from bifolio.cli.options import option
@@ -25,143 +25,86 @@ WHERE, WHAT, LOAD, JUDGE, OUT = "What is measured", "Workload", "Load", "Judgeme
 class BenchOptions:
     """Options that `bench` and `bench compare` share."""
 
-    model: Annotated[str, option(WHERE, "As for serve.", "--model", "-m", metavar="MODEL")] = (
-        DEFAULT_MODEL
+    model: str = option(DEFAULT_MODEL, "As for serve.", WHERE, "MODEL", names="--model -m")
+    server: bool = option(
+        False, "Through HTTP, with a server that is started for each plan.", WHERE, names="--server"
     )
-    server: Annotated[
-        bool,
-        option(WHERE, "Through HTTP, with a server that is started for each plan.", "--server"),
-    ] = False
-    cache_memory: Annotated[str, option(WHERE, "Memory for keys and values.", metavar="SIZE")] = (
-        "1GiB"
+    cache_memory: str = option("1GiB", "Memory for keys and values.", WHERE, "SIZE")
+    threads: int = option(0, "Threads of the kernels; 0: all.", WHERE, "N", min=0)
+    api_key: str | None = option(None, "Key for servers.", WHERE, "KEY", envvar="BIFOLIO_API_KEY")
+    served_model: str | None = option(
+        None, "Name of the model at a URL, if it has several.", WHERE, "NAME"
     )
-    threads: Annotated[
-        int, option(WHERE, "Threads of the kernels; 0: all.", metavar="N", min=0)
-    ] = 0
-    api_key: Annotated[
-        str | None, option(WHERE, "Key for servers.", envvar="BIFOLIO_API_KEY", metavar="KEY")
-    ] = None
-    served_model: Annotated[
-        str | None, option(WHERE, "Name of the model at a URL, if it has several.", metavar="NAME")
-    ] = None
-    vocab: Annotated[
-        int | None,
-        option(WHERE, "Token ids of a server's model, if it does not tell.", metavar="N", min=201),
-    ] = None
-    endpoint_type: Annotated[
-        EndpointType,
-        option(
-            WHERE,
-            "Of servers: /v1/completions with token ids, or /v1/chat/completions with words.",
-        ),
-    ] = EndpointType.COMPLETIONS
-    prompt: Annotated[
-        str,
-        option(
-            WHAT,
-            "Prompt tokens: 512, 100..500, normal:512:64, lognormal:512:300.",
-            "--input",
-            metavar="TOKENS",
-        ),
-    ] = "256"
-    output: Annotated[str, option(WHAT, "Output tokens, the same way.", metavar="TOKENS")] = "128"
-    prefix: Annotated[
-        int,
-        option(WHAT, "Tokens that all prompts begin with.", "--shared-prefix", metavar="N", min=0),
-    ] = 0
-    groups: Annotated[
-        int, option(WHAT, "Different shared beginnings.", "--prefix-groups", metavar="N", min=1)
-    ] = 1
-    turns: Annotated[
-        int, option(WHAT, "Turns of a session; each sends all before it again.", metavar="N", min=1)
-    ] = 1
-    gap: Annotated[
-        float, option(WHAT, "Seconds between answer and next turn.", metavar="SECONDS", min=0.0)
-    ] = 0.0
-    trace: Annotated[
-        Path | None,
-        option(
-            WHAT,
-            "Replay lengths, arrivals and shared blocks (Mooncake, Azure).",
-            metavar="FILE",
-            callback=plain,
-        ),
-    ] = None
-    speed: Annotated[
-        float, option(WHAT, "Replay speed-up factor of the trace.", "--trace-speed", min=0.001)
-    ] = 1.0
-    concurrency: Annotated[
-        str | None,
-        option(
-            LOAD,
-            "Closed loop: sessions open at a time; `bench` also takes auto.",
-            metavar="N,N,…",
-            show_default="1,8",
-        ),
-    ] = None
-    rate: Annotated[
-        str | None, option(LOAD, "Open loop: sessions a second, Poisson.", metavar="R,R,…")
-    ] = None
-    requests: Annotated[
-        int | None,
-        option(LOAD, "Sessions of a run.", show_default="by --waves", metavar="N", min=1),
-    ] = None
-    waves: Annotated[
-        int,
-        option(LOAD, "Sessions of a run for each that is open, 4 at least.", metavar="N", min=1),
-    ] = 2
-    repeats: Annotated[int, option(LOAD, "Runs of each step.", metavar="N", min=1)] = 2
-    seed: Annotated[
-        int | None,
-        option(LOAD, "Of prompts and arrivals.", show_default="random", metavar="N", min=0),
-    ] = None
-    max_failed: Annotated[
-        float, option(JUDGE, "Percent of requests that may fail.", metavar="PERCENT", min=0.0)
-    ] = 1.0
-    max_length_error: Annotated[
-        float,
-        option(
-            JUDGE,
-            "Percent by which output tokens may miss those asked for.",
-            metavar="PERCENT",
-            min=0.0,
-        ),
-    ] = 2.0
-    goal_ttft: Annotated[
-        float | None, option(JUDGE, "Most ms to the first token, for goodput.", metavar="MS")
-    ] = None
-    goal_tpot: Annotated[
-        float | None, option(JUDGE, "Most ms per later token, for goodput.", metavar="MS")
-    ] = None
-    price: Annotated[
-        float,
-        option(
-            JUDGE,
-            "Price of the machine, for costs.",
-            "--price-per-hour",
-            metavar="PRICE",
-            min=0.0,
-        ),
-    ] = 1.0
-    out: Annotated[
-        Path | None,
-        option(
-            OUT,
-            "Write bench.json, bench.html, plots and AIPerf's files here.",
-            metavar="DIR",
-            callback=writable_folder,
-        ),
-    ] = None
-    markdown: Annotated[
-        Path | None,
-        option(
-            OUT,
-            "Write the page as Markdown, without plots.",
-            metavar="FILE",
-            callback=writable_file,
-        ),
-    ] = None
-    as_json: Annotated[bool, option(OUT, "Print one JSON object.", "--json")] = False
+    vocab: int | None = option(
+        None, "Token ids of a server's model, if it does not tell.", WHERE, "N", min=201
+    )
+    endpoint_type: EndpointType = option(
+        EndpointType.COMPLETIONS,
+        "Of servers: /v1/completions with token ids, or /v1/chat/completions with words.",
+        WHERE,
+    )
+    prompt: str = option(
+        "256",
+        "Prompt tokens: 512, 100..500, normal:512:64, lognormal:512:300.",
+        WHAT,
+        "TOKENS",
+        names="--input",
+    )
+    output: str = option("128", "Output tokens, the same way.", WHAT, "TOKENS")
+    prefix: int = option(
+        0, "Tokens that all prompts begin with.", WHAT, "N", names="--shared-prefix", min=0
+    )
+    groups: int = option(
+        1, "Different shared beginnings.", WHAT, "N", names="--prefix-groups", min=1
+    )
+    turns: int = option(1, "Turns of a session; each sends all before it again.", WHAT, "N", min=1)
+    gap: float = option(0.0, "Seconds between answer and next turn.", WHAT, "SECONDS", min=0.0)
+    trace: Path | None = option(
+        None,
+        "Replay lengths, arrivals and shared blocks (Mooncake, Azure).",
+        WHAT,
+        "FILE",
+        callback=plain,
+    )
+    speed: float = option(
+        1.0, "Replay speed-up factor of the trace.", WHAT, names="--trace-speed", min=0.001
+    )
+    concurrency: str | None = option(
+        None,
+        "Closed loop: sessions open at a time; `bench` also takes auto.",
+        LOAD,
+        "N,N,…",
+        show_default="1,8",
+    )
+    rate: str | None = option(None, "Open loop: sessions a second, Poisson.", LOAD, "R,R,…")
+    requests: int | None = option(
+        None, "Sessions of a run.", LOAD, "N", show_default="by --waves", min=1
+    )
+    waves: int = option(2, "Sessions of a run for each that is open, 4 at least.", LOAD, "N", min=1)
+    repeats: int = option(2, "Runs of each step.", LOAD, "N", min=1)
+    seed: int | None = option(
+        None, "Of prompts and arrivals.", LOAD, "N", show_default="random", min=0
+    )
+    max_failed: float = option(1.0, "Percent of requests that may fail.", JUDGE, "PERCENT", min=0.0)
+    max_length_error: float = option(
+        2.0, "Percent by which output tokens may miss those asked for.", JUDGE, "PERCENT", min=0.0
+    )
+    goal_ttft: float | None = option(None, "Most ms to the first token, for goodput.", JUDGE, "MS")
+    goal_tpot: float | None = option(None, "Most ms per later token, for goodput.", JUDGE, "MS")
+    price: float = option(
+        1.0, "Price of the machine, for costs.", JUDGE, "PRICE", names="--price-per-hour", min=0.0
+    )
+    out: Path | None = option(
+        None,
+        "Write bench.json, bench.html, plots and AIPerf's files here.",
+        OUT,
+        "DIR",
+        callback=writable_folder,
+    )
+    markdown: Path | None = option(
+        None, "Write the page as Markdown, without plots.", OUT, "FILE", callback=writable_file
+    )
+    as_json: bool = option(False, "Print one JSON object.", OUT, names="--json")
 
     def workload(self, longest: int) -> TrafficSpec:
         """What is sent; of a trace, the requests of at most `longest` tokens."""

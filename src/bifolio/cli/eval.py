@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bifolio.cli.eval_options import EvalOptions, Margin, TaskOptions, TextOptions
+from bifolio.cli.eval_options import EvalOptions, MarginOption, TaskOptions, TextOptions
 from bifolio.cli.options import with_options
 
 EXIT_NOT_PASSED = 1
@@ -48,7 +48,7 @@ def distance(options: EvalOptions, texts: TextOptions) -> None:
 @with_options
 def tasks(
     options: EvalOptions,
-    tasks: TaskOptions = TaskOptions(margin=0.05),  # noqa: B008
+    tasks: TaskOptions = TaskOptions(margin=0.05),
 ) -> None:
     """Ask both plans the same questions and compare the answers pair by pair.
 
@@ -68,7 +68,7 @@ def harness(
     names: Annotated[list[str], typer.Argument(help="Tasks by lm-eval's names.", metavar="TASK")],
     options: EvalOptions,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
-    margin: Margin = 0.05,
+    judged: MarginOption = MarginOption(margin=0.05),
 ) -> None:
     """Run tasks of lm-eval (an extra) under both plans and compare them pair by pair.
 
@@ -80,7 +80,7 @@ def harness(
     """
     from bifolio.cli import eval_run
 
-    eval_run.harness(options, TaskOptions(margin, names, limit))
+    eval_run.harness(options, TaskOptions(judged.margin, names, limit))
 
 
 @app.command()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-from typer import Argument, Option
+from typing import Literal
 
 from bifolio.cli.console import DEFAULT_MODEL
+from bifolio.cli.options import option
 from bifolio.cli.output_paths import plain, writable_folder
 from bifolio.config import KernelSet
 
@@ -17,92 +16,75 @@ from bifolio.config import KernelSet
 class EvalOptions:
     """What is compared with what, and where the results go."""
 
-    candidates: Annotated[
-        list[str],
-        Option(
-            "--candidate",
-            help="A plan to judge, as for serve, or 'PREFILL->DECODE'; may be repeated.",
-            metavar="PLAN",
-        ),
-    ]
-    model: Annotated[str, Option("--model", "-m", help="As for serve.")] = DEFAULT_MODEL
-    reference: Annotated[str, Option(help="The plan to compare with.", metavar="PLAN")] = (
-        "bf16/bf16"
+    candidates: list[str] = option(
+        ...,
+        "A plan to judge, as for serve, or 'PREFILL->DECODE'; may be repeated.",
+        metavar="PLAN",
+        names="--candidate",
     )
-    data: Annotated[
-        Path | None, Option(help="Larger sets from this folder (docs/eval.md).", metavar="DIR")
-    ] = None
-    seed: Annotated[int, Option(min=0, help="Of drawn items and of the bootstrap.")] = 0
-    kernels: Annotated[KernelSet, Option(help="As for serve.")] = "auto"
-    threads: Annotated[int, Option(min=0, help="0: all that can compute.")] = 0
-    out: Annotated[
-        Path | None,
-        Option(
-            help="Write one JSON file for each comparison here.",
-            metavar="DIR",
-            callback=writable_folder,
-        ),
-    ] = None
-    as_json: Annotated[bool, Option("--json", help="Print one JSON array.")] = False
-
-
-Margin = Annotated[
-    float, Option(min=0.0001, max=0.5, help="Differences of accuracy below this do not matter.")
-]
+    model: str = option(DEFAULT_MODEL, "As for serve.", names="--model -m")
+    reference: str = option("bf16/bf16", "The plan to compare with.", metavar="PLAN")
+    data: Path | None = option(None, "Larger sets from this folder (docs/eval.md).", metavar="DIR")
+    seed: int = option(0, "Of drawn items and of the bootstrap.", min=0)
+    kernels: KernelSet = option("auto", "As for serve.")
+    threads: int = option(0, "0: all that can compute.", min=0)
+    out: Path | None = option(
+        None,
+        "Write one JSON file for each comparison here.",
+        metavar="DIR",
+        callback=writable_folder,
+    )
+    as_json: bool = option(False, "Print one JSON array.", names="--json")
 
 
 @dataclass(frozen=True, slots=True)
-class TaskOptions:
+class MarginOption:
+    """When two plans are equivalent."""
+
+    margin: float = option(
+        ..., "Differences of accuracy below this do not matter.", min=0.0001, max=0.5
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions(MarginOption):
     """Which tasks, and how."""
 
-    margin: Margin
-    names: Annotated[
-        list[str],
-        Option(
-            "--task", help="A task, or all whose names begin so; may be repeated.", metavar="NAME"
-        ),
-    ] = field(default_factory=list)
-    items: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Items of each task that is drawn or read with --data.",
-            show_default="as many as the margin needs if no answer flips",
-        ),
-    ] = None
-    files: Annotated[
-        list[Path],
-        Option(
-            "--tasks",
-            help="Items from a JSON-lines file; may be repeated.",
-            metavar="FILE",
-            callback=plain,
-        ),
-    ] = field(default_factory=list)
-    chat: Annotated[
-        bool, Option("--chat", help="Send prompts through the model's chat template.")
-    ] = False
+    names: list[str] = option(
+        [], "A task, or all whose names begin so; may be repeated.", metavar="NAME", names="--task"
+    )
+    items: int | None = option(
+        None,
+        "Items of each task that is drawn or read with --data.",
+        min=1,
+        show_default="as many as the margin needs if no answer flips",
+    )
+    files: list[Path] = option(
+        [],
+        "Items from a JSON-lines file; may be repeated.",
+        metavar="FILE",
+        names="--tasks",
+        callback=plain,
+    )
+    chat: bool = option(False, "Send prompts through the model's chat template.", names="--chat")
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Which texts, and how."""
 
-    texts: Annotated[
-        list[Path],
-        Argument(
-            help="UTF-8 texts to score.",
-            show_default="built in: English and Slovak",
-            callback=plain,
-        ),
-    ] = field(default_factory=list)
-    contexts: Annotated[
-        list[int],
-        Option("--context", min=1, help="Tokens before the scored ones; may be repeated."),
-    ] = field(default_factory=lambda: [64, 256, 768])
-    scored: Annotated[int, Option(min=2, help="Tokens scored in each window.")] = 64
-    windows: Annotated[int, Option(min=1, help="Windows of each context.")] = 8
-    floor: Annotated[
-        Literal["kernels", "fp32", "none"],
-        Option(help="The reference's own noise: on the other kernels, or beside fp32."),
-    ] = "kernels"
+    texts: list[Path] = option(
+        [],
+        "UTF-8 texts to score.",
+        show_default="built in: English and Slovak",
+        callback=plain,
+        argument=True,
+    )
+    contexts: list[int] = option(
+        [64, 256, 768], "Tokens before the scored ones; may be repeated.", names="--context", min=1
+    )
+    scored: int = option(64, "Tokens scored in each window.", min=2)
+    windows: int = option(8, "Windows of each context.", min=1)
+    floor: Literal["kernels", "fp32", "none"] = option(
+        "kernels", "The reference's own noise: on the other kernels, or beside fp32."
+    )

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, field, fields, is_dataclass
 from functools import wraps
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 T = TypeVar("T")
 
 
-def option(panel: str, text: str, *names: str, **rest: Any) -> Any:
-    """An option in a panel of the help; `rest` is as for `typer.Option`."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **rest)
+def option(
+    default: Any,
+    help: str,
+    panel: str | None = None,
+    metavar: str | None = None,
+    *,
+    names: str = "",
+    argument: bool = False,
+    **rest: Any,
+) -> Any:
+    """A field of an options class; `...` stands for no default, `rest` is as for `typer.Option`.
+
+    Without `names` (`--model -m`) it is called like the field; `argument` makes it an argument.
+    """
+    rest |= {"help": help, "rich_help_panel": panel, "metavar": metavar}
+    shown = typer.Argument(**rest) if argument else typer.Option(*names.split(), **rest)
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"option": shown})
+    return field(default=MISSING if default is ... else default, metadata={"option": shown})
 
 
 def with_options(command: Callable[..., T]) -> Callable[..., T]:
@@ -25,7 +41,7 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
 
         @dataclass
         class Load:
-            rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0
+            rate: float = option(1.0, "Requests a second.", metavar="R")
 
         @app.command()
         @with_options
@@ -35,7 +51,7 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
     classes: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        if dataclasses.is_dataclass(hints[name]):
+        if is_dataclass(hints[name]):
             classes[name] = hints[name]
             parameters += _parameters(hints[name], parameter.default)
         else:
@@ -44,8 +60,7 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
     @wraps(command)
     def call(**values: Any) -> T:
         for name, kind in classes.items():
-            fields = dataclasses.fields(kind)
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields})
+            values[name] = kind(**{part.name: values.pop(part.name) for part in fields(kind)})
         return command(**values)
 
     set_parameters(call, parameters)
@@ -53,17 +68,15 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
 
 
 def _parameters(kind: type, defaults: Any) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
+    hints = get_type_hints(kind)
+    for part in fields(kind):
         if defaults is not inspect.Parameter.empty:
-            default = getattr(defaults, field.name)
-        elif field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        elif field.default is not dataclasses.MISSING:
-            default = field.default
+            default = getattr(defaults, part.name)
+        elif part.default_factory is not MISSING:
+            default = part.default_factory()
         else:
-            default = inspect.Parameter.empty
-        yield parameter_of(field.name, hints[field.name], default)
+            default = inspect.Parameter.empty if part.default is MISSING else part.default
+        yield parameter_of(part.name, Annotated[hints[part.name], part.metadata["option"]], default)
 
 
 def parameter_of(name: str, annotation: Any, default: Any) -> inspect.Parameter:

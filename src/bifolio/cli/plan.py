@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -29,112 +29,74 @@ _DEFAULT_PROMPT, _DEFAULT_OUTPUT = 8192, 1000
 class PlanOptions:
     """What is asked about."""
 
-    model: Annotated[
-        str | None,
-        option(
-            MACHINE,
-            "A preset, a folder, a config.json or a .gguf file. Nothing is downloaded.",
-            "--model",
-            "-m",
-            metavar="MODEL",
-        ),
-    ] = None
-    device: Annotated[
-        str,
-        option(
-            MACHINE,
-            "A preset such as h200 or epyc-9654; this is measured.",
-            "--device",
-            "-d",
-            metavar="DEVICE",
-        ),
-    ] = "this"
-    tp: Annotated[int, option(MACHINE, "Devices that share every layer.", metavar="N", min=1)] = 1
-    memory: Annotated[
-        str | None, option(MACHINE, "Memory of each device, where it differs.", metavar="SIZE")
-    ] = None
-    memory_share: Annotated[
-        int | None,
-        option(
-            MACHINE,
-            "Percent of it for weights and cache.",
-            show_default="82",
-            metavar="PERCENT",
-            min=1,
-            max=100,
-        ),
-    ] = None
-    efficiency: Annotated[
-        int,
-        option(
-            MACHINE,
-            "Percent of bandwidth and peaks that are reached.",
-            metavar="PERCENT",
-            min=1,
-            max=100,
-        ),
-    ] = 100
-    formats: Annotated[
-        str | None,
-        option(
-            FORMATS,
-            "Formats of both phases: weights/cache, or weights=…,experts=…,cache=…,head=…,page=…",
-            "--plan",
-            metavar="PLAN",
-        ),
-    ] = None
-    prefill: Annotated[
-        str | None, option(FORMATS, "Formats of prefill, where they differ.", metavar="PLAN")
-    ] = None
-    decode: Annotated[
-        str | None, option(FORMATS, "Formats of decode, where they differ.", metavar="PLAN")
-    ] = None
-    cache: Annotated[
-        str | None,
-        option(FORMATS, "Only the cache of both phases: bf16, fp8, fp8:token.", metavar="FORMAT"),
-    ] = None
-    prompt: Annotated[
-        int | None,
-        option(
-            WORK, "Prompt tokens.", "--input", show_default=f"{_DEFAULT_PROMPT}", metavar="N", min=1
-        ),
-    ] = None
-    output: Annotated[
-        int | None,
-        option(WORK, "Output tokens.", show_default=f"{_DEFAULT_OUTPUT}", metavar="N", min=1),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        option(WORK, "Lengths from a trace of Azure or Mooncake.", metavar="FILE", callback=plain),
-    ] = None
-    max_concurrency: Annotated[
-        int | None, option(WORK, "Most requests at once, for the best plan.", metavar="N", min=1)
-    ] = None
-    max_tpot: Annotated[
-        float | None,
-        option(WORK, "Most ms per output token, for the best plan.", metavar="MS", min=0.0),
-    ] = None
-    price_per_hour: Annotated[
-        float | None, option(OUT, "Price of one device, for costs.", metavar="PRICE", min=0.0)
-    ] = None
-    published: Annotated[
-        bool,
-        option(OUT, "Compare with published figures of Kimi K2.6 and GLM-5.2.", "--published"),
-    ] = False
-    export: Annotated[
-        LaunchEngine | None,
-        option(OUT, "Print commands of another engine that come closest."),
-    ] = None
-    out: Annotated[
-        Path | None,
-        option(
-            OUT,
-            "Also write it here, for `bifolio report`.",
-            metavar="DIR",
-            callback=writable_folder,
-        ),
-    ] = None
-    as_json: Annotated[bool, option(OUT, "Print one JSON object.", "--json")] = False
+    model: str | None = option(
+        None,
+        "A preset, a folder, a config.json or a .gguf file. Nothing is downloaded.",
+        MACHINE,
+        "MODEL",
+        names="--model -m",
+    )
+    device: str = option(
+        "this",
+        "A preset such as h200 or epyc-9654; this is measured.",
+        MACHINE,
+        "DEVICE",
+        names="--device -d",
+    )
+    tp: int = option(1, "Devices that share every layer.", MACHINE, "N", min=1)
+    memory: str | None = option(None, "Memory of each device, where it differs.", MACHINE, "SIZE")
+    memory_share: int | None = option(
+        None,
+        "Percent of it for weights and cache.",
+        MACHINE,
+        "PERCENT",
+        show_default="82",
+        min=1,
+        max=100,
+    )
+    efficiency: int = option(
+        100, "Percent of bandwidth and peaks that are reached.", MACHINE, "PERCENT", min=1, max=100
+    )
+    formats: str | None = option(
+        None,
+        "Formats of both phases: weights/cache, or weights=…,experts=…,cache=…,head=…,page=…",
+        FORMATS,
+        "PLAN",
+        names="--plan",
+    )
+    prefill: str | None = option(None, "Formats of prefill, where they differ.", FORMATS, "PLAN")
+    decode: str | None = option(None, "Formats of decode, where they differ.", FORMATS, "PLAN")
+    cache: str | None = option(
+        None, "Only the cache of both phases: bf16, fp8, fp8:token.", FORMATS, "FORMAT"
+    )
+    prompt: int | None = option(
+        None, "Prompt tokens.", WORK, "N", names="--input", show_default=f"{_DEFAULT_PROMPT}", min=1
+    )
+    output: int | None = option(
+        None, "Output tokens.", WORK, "N", show_default=f"{_DEFAULT_OUTPUT}", min=1
+    )
+    trace: Path | None = option(
+        None, "Lengths from a trace of Azure or Mooncake.", WORK, "FILE", callback=plain
+    )
+    max_concurrency: int | None = option(
+        None, "Most requests at once, for the best plan.", WORK, "N", min=1
+    )
+    max_tpot: float | None = option(
+        None, "Most ms per output token, for the best plan.", WORK, "MS", min=0.0
+    )
+    price_per_hour: float | None = option(
+        None, "Price of one device, for costs.", OUT, "PRICE", min=0.0
+    )
+    published: bool = option(
+        False, "Compare with published figures of Kimi K2.6 and GLM-5.2.", OUT, names="--published"
+    )
+    export: LaunchEngine | None = option(
+        None, "Print commands of another engine that come closest.", OUT
+    )
+    out: Path | None = option(
+        None, "Also write it here, for `bifolio report`.", OUT, "DIR", callback=writable_folder
+    )
+    as_json: bool = option(False, "Print one JSON object.", OUT, names="--json")
 
     @property
     def plan(self) -> PrecisionPlan:

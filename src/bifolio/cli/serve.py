@@ -9,23 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from bifolio.cli.options import option, parameter_of, set_parameters
+from bifolio.cli.options import parameter_of, set_parameters
 from bifolio.cli.output_paths import plain
-from bifolio.config import OTHER, SETTINGS, default_text, resolve, variable_of
+from bifolio.config import SETTINGS, default_text, resolve, variable_of
 
 
 def serve(
     config: Annotated[
         Path | None,
-        option(
-            OTHER,
-            "TOML file with these options, spelled with _ for -; the command line wins.",
+        typer.Option(
+            help="TOML file with these options, spelled with _ for -; the command line wins.",
             metavar="FILE.toml",
             callback=plain,
         ),
     ] = None,
     until_stdin_closes: Annotated[
-        bool, option(OTHER, "Stop when standard input ends (for a parent).", "--until-stdin-closes")
+        bool,
+        typer.Option("--until-stdin-closes", help="Stop when standard input ends (for a parent)."),
     ] = False,
     **settings: Any,
 ) -> None:
@@ -67,10 +67,10 @@ def _annotation(key: str) -> Any:
         kind = list[str] if setting.singular else str if setting.metavar == "SIZE" else kind
     return Annotated[
         kind | None,
-        option(
-            setting.panel,
-            setting.help,
+        typer.Option(
             names,
+            help=setting.help,
+            rich_help_panel=setting.panel,
             envvar=variable_of(key),
             show_envvar=setting.secret,
             metavar=setting.metavar or None,
