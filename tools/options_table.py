@@ -24,7 +24,8 @@ environment over the file, the file over the default. Unknown keys of a file are
 
 Lists: the option may be repeated, the variable separates values by spaces, and the file takes the
 plural of the key too (`api_keys = ["a", "b"]`). Sizes are written like `256MiB`, `2GB` or a number
-of bytes.
+of bytes. A server that `bifolio chat` or `bifolio bench --server` starts for itself takes no
+settings from the environment.
 
 This page is made by `tools/options_table.py` from `src/bifolio/config.py`; change it there.
 """
