@@ -40,10 +40,10 @@ def values_of(setting: Setting, info: FieldInfo) -> str:
     bounds = {
         name: getattr(limit, name)
         for limit in info.metadata
-        for name in ("ge", "gt", "le")
+        for name in ("ge", "gt", "le", "lt")
         if hasattr(limit, name)
     }
-    signs = {"ge": "≥ {:g}", "gt": "> {:g}", "le": "≤ {:g}"}
+    signs = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
     text = ", ".join(sign.format(bounds[name]) for name, sign in signs.items() if name in bounds)
     kind = "table" if setting.table else setting.metavar or "text"
     return f"{kind}, {text}" if text else kind
