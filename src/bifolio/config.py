@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -17,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import PrecisionPlan
@@ -60,29 +63,142 @@ def size_text(count: int) -> str:
     return str(count)
 
 
+FORMATS, POOLS, LIMITS = "Formats and kernels", "Two pools", "Limits"
+CACHE, NETWORK, OTHER = "Cache", "Network and names", "Options"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What users read of a setting, stated once beside its type, its default and its bounds.
+
+    From it come the option of `bifolio serve`, its variable (`BIFOLIO_` and the key, in capitals),
+    and its row in docs/options.md. In a TOML file it is a key at the top.
+    """
+
+    help: str
+    panel: str
+    metavar: str
+    shown: str | None
+    """The default as users read it, where its value does not tell."""
+    singular: str
+    """Of a list: the option's name, which may be repeated, and another key for the file."""
+    variable: str
+    """The environment variable, where it is not called like the key."""
+    secret: bool
+    """Its value is shown in no message."""
+    table: bool
+    """It is a table of the file, and no option."""
+
+
+def setting(
+    default: Any,
+    help: str,
+    panel: str = OTHER,
+    metavar: str = "",
+    *,
+    shown: str | None = None,
+    singular: str = "",
+    variable: str = "",
+    secret: bool = False,
+    table: bool = False,
+    **bounds: Any,
+) -> Any:
+    """A field that users can set. For `bounds` see `pydantic.Field`, for the rest `Setting`."""
+    extra: Any = Setting(help, panel, metavar, shown, singular, variable, secret, table)
+    return Field(default, json_schema_extra={"setting": extra}, **bounds)
+
+
+def _read_size(value: str | int, info: ValidationInfo) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{info.field_name}: {error}") from error
+
+
+Size = Annotated[int, BeforeValidator(_read_size)]
+"""A number of bytes, given as `parse_bytes` reads it."""
+
+KernelSet = Literal["auto", "native", "reference"]
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
     )
 
 
+class PlanSettings(_Frozen):
+    """Settings that `resolve` splits among the engines: the plan of each phase, and the workers."""
+
+    plan: str | None = setting(
+        None,
+        "Formats of both phases: weights/cache, or weights=…,cache=…,head=…,page=…",
+        FORMATS,
+        "PLAN",
+        shown=str(PrecisionPlan()).split()[0],
+    )
+    prefill: str | None = setting(
+        None, "Formats of prefill, where they differ.", FORMATS, "PLAN", shown="--plan"
+    )
+    decode: str | None = setting(
+        None, "Formats of decode, where they differ.", FORMATS, "PLAN", shown="--plan"
+    )
+    pools: str | None = setting(
+        None,
+        "Workers for prefill and for decode, each phase in its formats: 1p1d, 2p1d, …",
+        POOLS,
+        "NpMd",
+        shown="one engine for both",
+    )
+
+
 class EngineConfig(_Frozen):
     """Everything the engine process needs. Sizes in bytes, lengths in tokens; 0 means derived."""
 
-    model: str
+    model: Annotated[
+        str,
+        setting(
+            ..., "A folder, a .gguf file, a Hugging Face id, or a built-in name (smollm2-135m)."
+        ),
+    ]
     plan: PrecisionPlan = PrecisionPlan()
-    cache_memory: int = 2**30
-    max_model_len: int = Field(default=0, ge=0, lt=2**31)
-    max_num_seqs: int = Field(default=64, ge=1, le=2**16)
-    max_step_tokens: int = Field(default=2048, ge=1, le=2**20)
-    max_waiting: int = Field(default=1024, ge=1, lt=2**31)
-    threads: int = Field(default=0, ge=0, le=MAX_THREADS)
-    kernels: Literal["auto", "native", "reference"] = "auto"
-    experts: Literal["memory", "mapped"] = "memory"
-    expert_memory: int = 0
-    integrity: bool = True
-    prefix_cache: bool = True
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    kernels: KernelSet = setting(
+        "auto", "auto takes native ones where this machine has them.", FORMATS
+    )
+    threads: int = setting(
+        0,
+        "Threads of the kernels; 0 takes all cores that affinity and quota allow.",
+        FORMATS,
+        "N",
+        ge=0,
+        le=MAX_THREADS,
+    )
+    experts: Literal["memory", "mapped"] = setting(
+        "memory",
+        "mapped keeps experts in files and the used ones in memory, for models larger than it.",
+        FORMATS,
+    )
+    expert_memory: Size = setting(
+        0, "Memory for mapped experts; 0 leaves it to the system's page cache.", FORMATS, "SIZE"
+    )
+    cache_memory: Size = setting(2**30, "Memory for cached keys and values.", LIMITS, "SIZE")
+    max_model_len: int = setting(
+        0, "Longest context in tokens; 0 takes what the model allows.", LIMITS, "N", ge=0, lt=2**31
+    )
+    max_num_seqs: int = setting(64, "Requests computed at a time.", LIMITS, "N", ge=1, le=2**16)
+    max_step_tokens: int = setting(
+        2048, "Tokens of one step; longer prompts are cut.", LIMITS, "N", ge=1, le=2**20
+    )
+    max_waiting: int = setting(
+        1024, "Requests that may wait; more get HTTP 429.", LIMITS, "N", ge=1, lt=2**31
+    )
+    integrity: bool = setting(True, "Check the tag of each page before and after each step.", CACHE)
+    prefix_cache: bool = setting(
+        True, "Prefix caching: reuse the pages of prompts that begin alike.", CACHE
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Least severe lines to log."
+    )
 
     @classmethod
     def of(cls, **values: Any) -> Self:
@@ -91,14 +207,6 @@ class EngineConfig(_Frozen):
             return cls(**values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
-
-    @field_validator("cache_memory", "expert_memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: str | int, info: ValidationInfo) -> int:
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise ConfigError(f"{info.field_name}: {error}") from error
 
     @field_validator("plan", mode="after")
     @classmethod
@@ -139,9 +247,19 @@ class PoolsConfig(_Frozen):
     prefill_workers: int = Field(ge=1, le=MAX_WORKERS)
     decode_workers: int = Field(ge=1, le=MAX_WORKERS)
     decode: EngineConfig
-    transport: Literal["shm", "tcp"] = "shm"
-    on_worker_loss: Literal["recompute", "fail"] = "recompute"
-    tls: TlsFiles | None = None
+    transport: Literal["shm", "tcp"] = setting(
+        "shm", "What pages travel by between workers.", POOLS
+    )
+    on_worker_loss: Literal["recompute", "fail"] = setting(
+        "recompute", "Requests of a lost worker: send them through again, or fail.", POOLS
+    )
+    tls: TlsFiles | None = setting(
+        None,
+        "Files in PEM form by which workers encrypt hand-offs over tcp: cert, key, ca.",
+        POOLS,
+        shown="not encrypted",
+        table=True,
+    )
 
     @model_validator(mode="after")
     def _tls_has_a_use(self) -> Self:
@@ -155,29 +273,94 @@ class ServerConfig(_Frozen):
 
     engine: EngineConfig
     pools: PoolsConfig | None = None
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
-    api_keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    """Names that requests may give as `Host`, besides localhost and addresses; `*`: any."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of the pages that may use the server from a browser; `*`: any."""
-    max_connections: int = Field(default=0, ge=0, lt=2**31)
-    """Open at a time; 0: twice what the queue holds, at least 4,096, as far as files allow."""
-    max_connections_per_address: int = Field(default=0, ge=0, lt=2**31)
-    """Of one client address; 0: half of all."""
-    share_prefix_cache: bool = False
-    """Whether prompts sent with different keys may share pages of the cache."""
-    admin_key: str = ""
-    """Lets its owner look at and change the workers of two pools; empty: nobody."""
-    served_name: str = ""
-    chat_template: str = ""
-    generation_config: Literal["auto", "none"] = "auto"
-    """Whether the sampling that the model's files recommend is the default of requests."""
-    max_request_bytes: int = 8 * 2**20
-    drain_seconds: float = Field(default=30.0, ge=0)
-    request_timeout: float | None = Field(default=None, gt=0)
-    """Most seconds from the submission of a request to its last token; it may ask for less."""
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", NETWORK, "ADDRESS")
+    port: int = setting(
+        8000,
+        "Port to listen on; 0 takes a free one and shows it.",
+        NETWORK,
+        "N",
+        variable="BIFOLIO_PORT_NUMBER",  # Kubernetes sets BIFOLIO_PORT for a service `bifolio`
+        ge=0,
+        le=65535,
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "Key that clients must send; may be repeated. Other users of the machine can see "
+        "options: the variable, with keys separated by spaces, is safer.",
+        NETWORK,
+        "KEY",
+        singular="api_key",
+        secret=True,
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Host name that requests to a loopback address may use; may be repeated, * for any.",
+        NETWORK,
+        "NAME",
+        shown="localhost and addresses; any with an API key",
+        singular="allowed_host",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Origin of web pages that may use the server; may be repeated, * for any.",
+        NETWORK,
+        "ORIGIN",
+        shown="none; pages of this machine with an API key",
+        singular="cors_origin",
+    )
+    max_connections: int = setting(
+        0,
+        "Connections at a time; more get HTTP 503. 0: twice the queue, 4096 or more.",
+        LIMITS,
+        "N",
+        ge=0,
+        lt=2**31,
+    )
+    max_connections_per_address: int = setting(
+        0,
+        "Connections of one client address; more get HTTP 429. 0: half of all.",
+        LIMITS,
+        "N",
+        ge=0,
+        lt=2**31,
+    )
+    share_prefix_cache: bool = setting(
+        False,
+        "Share cached prefixes between API keys: faster, but timing tells what others asked.",
+        CACHE,
+    )
+    admin_key: str = setting(
+        "",
+        "Lets `bifolio cluster` look at and change the workers of two pools.",
+        NETWORK,
+        "KEY",
+        shown="no access",
+        secret=True,
+    )
+    served_name: str = setting("", "Name of the model in the API.", NETWORK, "NAME", shown="MODEL")
+    chat_template: str = setting(
+        "", "A jinja2 file to use as chat template.", NETWORK, "FILE", shown="the model's"
+    )
+    generation_config: Literal["auto", "none"] = setting(
+        "auto",
+        "auto samples by the model's generation_config.json (or GGUF metadata) where a request "
+        "leaves a parameter out.",
+        NETWORK,
+    )
+    max_request_bytes: Size = setting(
+        8 * 2**20, "Longest body of a request; more gets HTTP 413.", LIMITS, "SIZE"
+    )
+    drain_seconds: float = setting(
+        30.0, "Time that open requests get when the server stops.", NETWORK, "SECONDS", ge=0
+    )
+    request_timeout: float | None = setting(
+        None,
+        "Most time for a request, queue included; its own `timeout` may be shorter.",
+        LIMITS,
+        "SECONDS",
+        shown="no limit",
+        gt=0,
+    )
 
     @field_validator("host", "served_name", "chat_template", mode="after")
     @classmethod
@@ -234,15 +417,15 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
             ) from error
     given = {key: value for key, value in options.items() if value is not None}
     merged = _with_lists(merged) | _with_lists(given)
-    _check_keys(merged, _KEYS)
+    _check_keys(merged, SETTINGS)
     if not merged.get("model"):
         raise ConfigError(
             "no model given; name one on the command line (`bifolio serve smollm2-135m`) or in the "
             'configuration file (model = "smollm2-135m")'
         )
-    plan = PrecisionPlan.parse(*(_text(merged, key) for key in _PHASE_KEYS))
+    plan = PrecisionPlan.parse(*(_text(merged, key) for key in ("plan", "prefill", "decode")))
     engine = {key: merged.pop(key) for key in list(merged) if key in EngineConfig.model_fields}
-    pools = {key: merged.pop(key) for key in _POOL_KEYS if key in merged}
+    pools = {key: merged.pop(key) for key in ("pools", *PoolsConfig.model_fields) if key in merged}
     try:
         if "pools" in pools:
             return ServerConfig(**_two_pools(plan, engine, **pools), **merged)
@@ -253,21 +436,50 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         raise ConfigError(_explain(error)) from error
 
 
-_POOL_KEYS = ("pools", "transport", "on_worker_loss", "tls")
-_PHASE_KEYS = ("plan", "prefill", "decode")
-_KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_PHASE_KEYS}
-_KEYS -= {"engine"}
+def _settings(model: type[BaseModel]) -> Iterator[tuple[str, tuple[Setting, FieldInfo]]]:
+    for key, info in model.model_fields.items():
+        extra: Any = info.json_schema_extra
+        if extra is not None:
+            yield key, (extra["setting"], info)
 
 
-_LISTS = {"api_key": "api_keys", "cors_origin": "cors_origins", "allowed_host": "allowed_hosts"}
-"""Options that may be repeated, and the list that each stands for."""
+SETTINGS = {
+    key: setting
+    for model in (PlanSettings, PoolsConfig, EngineConfig, ServerConfig)
+    for key, setting in _settings(model)
+}
+"""What a configuration file may hold, by key; other ways to set it are derived from it."""
+
+
+def variable_of(key: str) -> str:
+    """The environment variable of a setting."""
+    setting, _ = SETTINGS[key]
+    return setting.variable or f"BIFOLIO_{(setting.singular or key).upper()}"
+
+
+def default_text(setting: Setting, info: FieldInfo) -> str:
+    """The default as users read it; empty where there is none."""
+    if setting.shown is not None:
+        return setting.shown
+    match info.default:
+        case bool(value):
+            return "on" if value else "off"
+        case int(value) if setting.metavar == "SIZE":
+            return size_text(value)
+        case float(value):
+            return f"{value:g}"
+        case int(value) | str(value):
+            return str(value)
+        case _:
+            return ""
 
 
 def _with_lists(given: dict[str, Any]) -> dict[str, Any]:
     """Keys as the options are called (`api_key`) as the lists that they stand for."""
     merged = dict(given)
-    for one, many in _LISTS.items():
-        if one not in given:
+    for many, (setting, _) in SETTINGS.items():
+        one = setting.singular
+        if not one or one not in given:
             continue
         if many in given:
             raise ConfigError(f'{one} and {many}: give one of them, such as {many} = ["…", "…"]')
@@ -334,7 +546,9 @@ def _explain(error: ValidationError) -> str:
         elif item["type"] == "value_error" and isinstance(item["input"], dict):
             # It is about several keys at once, and names them.
             lines.append(text)
-        elif item["type"] == "missing" or {"api_keys", "admin_key"} & set(item["loc"]):
+        elif item["type"] == "missing" or any(
+            SETTINGS[part][0].secret for part in item["loc"] if part in SETTINGS
+        ):
             lines.append(f"{key}: {text}")
         else:
             lines.append(f"{key}: {text} (got {item['input']!r})")

@@ -93,7 +93,7 @@ class WeightFormat:
         """Read a spelling such as `int4:g32:a8`; ConfigError names what is wrong with it."""
         found = _WEIGHT_FORMATS.get(text.strip().lower())
         if found is None:
-            raise ConfigError(f"unknown weight format {text!r}; {_cure(text)}")
+            raise ConfigError(f"unknown weight format {text!r}; {_hint(text)}")
         return found
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ def _spell_weight_formats() -> dict[str, WeightFormat]:
 _WEIGHT_FORMATS = _spell_weight_formats()
 
 
-def _cure(text: str) -> str:
+def _hint(text: str) -> str:
     """What to write instead of a weight format that there is none of."""
     parts = text.strip().lower().split(":")
     near = max(_WEIGHT_FORMATS, key=lambda known: _likeness(parts, known))

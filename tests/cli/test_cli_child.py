@@ -62,6 +62,24 @@ def test_a_server_is_started_reports_and_ends_with_the_block(tmp_path: Path) -> 
         os.kill(int(pid), 0)
 
 
+def test_a_server_of_ones_own_has_no_settings_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the log level `error` it would never say that it is ready."""
+    monkeypatch.setenv("BIFOLIO_LOG_LEVEL", "error")
+    monkeypatch.setenv("BIFOLIO_HOST", "0.0.0.0")
+    monkeypatch.setenv("BIFOLIO_HOME", str(tmp_path))
+    body = """
+        names = sorted(name for name in os.environ if name.startswith("BIFOLIO_"))
+        ready = {"event": "ready", "url": "http://127.0.0.1:5", "model": "m", "names": names}
+        print(json.dumps(ready), file=sys.stderr, flush=True)
+        sys.stdin.read()
+    """
+    with serving("m", command=program(tmp_path, body)) as server:
+        assert {"BIFOLIO_API_KEY", "BIFOLIO_HOME"} <= set(server.ready["names"])
+        assert not {"BIFOLIO_LOG_LEVEL", "BIFOLIO_HOST"} & set(server.ready["names"])
+
+
 def test_a_server_that_fails_tells_its_last_words(tmp_path: Path) -> None:
     body = """
         print(json.dumps({"event": "progress", "stage": "load", "done": 1, "total": 2}))

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bifolio.checkpoint.builtin import BUILTIN, ModelWheel, builtin_path
-from bifolio.cli import checkup
+from bifolio.cli import doctor
 from bifolio.cli.main import app
 from bifolio.machine import MachineLimits
 
@@ -20,15 +20,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time reads of a small buffer: here nobody cares for the true rate."""
-    monkeypatch.setattr(checkup, "PROBE_BYTES", 2**20)
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 2**20)
 
 
-def doctor(*arguments: str):
+def run(*arguments: str):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
 def test_json_holds_the_facts_that_a_program_would_read() -> None:
-    result = doctor("--json")
+    result = run("--json")
     found = json.loads(result.stdout)
     assert set(found) == {
         *("ok", "version", "python", "processor", "limits", "kernels", "packages", "compiler"),
@@ -46,18 +46,18 @@ def test_json_holds_the_facts_that_a_program_would_read() -> None:
         rate = found["kernels"]["read_rate"]
         assert rate is None or 1e6 < rate < 1e13  # bytes a second, of any machine
     for problem in found["problems"]:
-        assert set(problem) == {"what", "cure", "fatal"}
-        assert problem["cure"]
+        assert set(problem) == {"what", "hint", "fatal"}
+        assert problem["hint"]
 
 
 def test_a_missing_package_is_fatal_and_named_with_its_cure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checkup, "PACKAGES", ("rich", "no-such-package"))
-    result = doctor()
+    monkeypatch.setattr(doctor, "PACKAGES", ("rich", "no-such-package"))
+    result = run()
     assert result.exit_code == 1
     assert "missing packages: no-such-package" in result.stdout
-    assert "cure: pip install no-such-package" in result.stdout
+    assert "hint: pip install no-such-package" in result.stdout
     assert "ready to serve" not in result.stdout
 
 
@@ -65,8 +65,8 @@ def test_a_torch_that_cannot_be_imported_is_fatal(monkeypatch: pytest.MonkeyPatc
     def fail(module: str) -> None:
         raise OSError(f"lib{module}.so: cannot open shared object file")
 
-    monkeypatch.setattr(checkup.importlib, "import_module", fail)
-    found = checkup.examine()
+    monkeypatch.setattr(doctor.importlib, "import_module", fail)
+    found = doctor.examine()
     assert not found.ok
     assert "libtorch.so" in found.problems[0].what
 
@@ -74,19 +74,19 @@ def test_a_torch_that_cannot_be_imported_is_fatal(monkeypatch: pytest.MonkeyPatc
 def test_an_instruction_set_that_cannot_be_forced_is_fatal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not checkup.examine().kernels.native:
+    if not doctor.examine().kernels.native:
         pytest.skip("this build has no native kernels")
     monkeypatch.setenv("BIFOLIO_ISA", "mmx")
-    found = checkup.examine()
+    found = doctor.examine()
     assert not found.ok
     assert "mmx" in found.problems[0].what
-    assert found.problems[0].cure == "unset BIFOLIO_ISA"
+    assert found.problems[0].hint == "unset BIFOLIO_ISA"
 
 
 def test_the_packages_looked_for_are_those_that_the_project_needs() -> None:
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[<>=;\s]", need)[0] for need in needs}
-    assert set(checkup.PACKAGES) == names
+    assert set(doctor.PACKAGES) == names
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_model_that_is_not_there_yet_is_no_problem(model_path: Path) -> None:
-    found = checkup.examine()
+    found = doctor.examine()
     assert (found.default_model.present, found.default_model.intact) == (False, None)
     assert found.default_model.path == str(model_path)
     assert not [p for p in found.problems if "model" in p.what]
@@ -112,10 +112,10 @@ def test_the_digest_of_the_default_model_is_checked(
     model_path: Path, content: bytes, intact: bool
 ) -> None:
     model_path.write_bytes(content)
-    found = checkup.examine()
+    found = doctor.examine()
     assert (found.default_model.present, found.default_model.intact) == (True, intact)
-    cures = [p.cure for p in found.problems if "digest" in p.what]
-    assert cures == ([] if intact else [f"rm '{model_path}'"])
+    hints = [p.hint for p in found.problems if "digest" in p.what]
+    assert hints == ([] if intact else [f"rm '{model_path}'"])
 
 
 def limits(**values: float | int | None) -> MachineLimits:
@@ -132,7 +132,7 @@ def limits(**values: float | int | None) -> MachineLimits:
 
 
 @pytest.mark.parametrize(
-    ("found", "cures"),
+    ("found", "hints"),
     [
         (limits(), []),
         (limits(cpu_quota=8.0), []),
@@ -143,8 +143,8 @@ def limits(**values: float | int | None) -> MachineLimits:
         (limits(memory_available=None, memory_total=None), []),
     ],
 )
-def test_tight_limits_are_pointed_out(found: MachineLimits, cures: list[str]) -> None:
-    assert [problem.cure for problem in checkup._limit_problems(found)] == cures
+def test_tight_limits_are_pointed_out(found: MachineLimits, hints: list[str]) -> None:
+    assert [problem.hint for problem in doctor._limit_problems(found)] == hints
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_tight_limits_are_pointed_out(found: MachineLimits, cures: list[str]) ->
 def test_what_a_process_may_use_is_shown(
     found: MachineLimits, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkup, "read_limits", lambda: found)
+    monkeypatch.setattr(doctor, "read_limits", lambda: found)
     monkeypatch.setenv("COLUMNS", "200")
-    shown = doctor().stdout
+    shown = run().stdout
     for line in lines:
         assert line in shown

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from bifolio.cli import launch
-from bifolio.cli.fit import check_fit
+from bifolio.cli.launch import check_fit
 from bifolio.config import resolve
 from bifolio.errors import ConfigError
 from bifolio.machine import MachineLimits
@@ -77,7 +77,7 @@ def test_more_threads_than_cores_are_pointed_out(
     assert len(found) == said
     for entry in found:
         assert (entry["log_level"], entry["threads"], entry["cores"]) == ("warning", threads, 2)
-        assert "--threads 2" in entry["cure"]
+        assert "--threads 2" in entry["hint"]
 
 
 def test_a_server_looks_before_it_looks_for_its_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from bifolio.cli.interrupts import noticed_interrupts
+from bifolio.cli.api_client import noticed_interrupts
 
 
 class LosesExceptions:

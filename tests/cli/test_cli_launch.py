@@ -48,7 +48,7 @@ def announced(options: dict[str, Any], hello: EngineInfo = HELLO) -> Sequence[An
     [({"admin_key": "k"}, True), ({"admin_key": "k", "pools": "1p1d"}, False), ({}, False)],
 )
 def test_a_key_that_nothing_asks_for_is_pointed_out(options: dict[str, Any], said: bool) -> None:
-    assert any("--admin-key" in entry.get("cure", "") for entry in announced(options)) == said
+    assert any("--admin-key" in entry.get("hint", "") for entry in announced(options)) == said
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_key_that_nothing_asks_for_is_pointed_out(options: dict[str, Any], sai
 def test_a_server_that_all_web_pages_can_use_is_pointed_out(
     options: dict[str, Any], said: bool
 ) -> None:
-    assert any("--cors-origin" in entry.get("cure", "") for entry in announced(options)) == said
+    assert any("--cors-origin" in entry.get("hint", "") for entry in announced(options)) == said
 
 
 @pytest.mark.parametrize(("options", "said"), [({}, True), ({"max_model_len": 256}, False)])
@@ -78,4 +78,4 @@ def test_a_context_that_the_cache_shortens_is_pointed_out_with_the_cure(
             256,
             8192,
         )
-        assert "--cache-memory 3MiB" in entry["cure"]
+        assert "--cache-memory 3MiB" in entry["hint"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bifolio.cli.listen import bind, is_local, listen, raise_open_files, url_of
+from bifolio.cli.launch import bind, is_local, listen, raise_open_files, url_of
 from bifolio.errors import ConfigError
 
 

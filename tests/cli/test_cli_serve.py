@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from bifolio.cli import launch
-from bifolio.cli.main import app
+from bifolio.cli.main import app, load
 from bifolio.config import EngineConfig, PoolsConfig, ServerConfig
 
 
@@ -39,6 +38,7 @@ EVERY_OPTION = {
     "--log-level": ("error", "engine.log_level", "error"),
     "--host": ("::1", "host", "::1"),
     "--port": ("0", "port", 0),
+    "--max-request-bytes": ("1MiB", "max_request_bytes", 2**20),
     "--api-key": ("k", "api_keys", ("k",)),
     "--allowed-host": ("Box.lan", "allowed_hosts", ("box.lan",)),
     "--cors-origin": ("https://App.example/", "cors_origins", ("https://app.example",)),
@@ -74,11 +74,43 @@ def test_each_option_sets_its_value_and_only_that(
     assert [value(config, p) for p in others] == [value(plain, p) for p in others]
 
 
+@pytest.mark.parametrize("option", EVERY_OPTION)
+def test_each_option_may_stand_in_the_environment(
+    launched: list[tuple[ServerConfig, dict[str, Any]]], option: str
+) -> None:
+    text, path, expected = EVERY_OPTION[option]
+    name = option.removeprefix("--").removeprefix("no-").replace("-", "_").upper()
+    variable = "BIFOLIO_PORT_NUMBER" if name == "PORT" else f"BIFOLIO_{name}"
+    result = serve("m", env={variable: ("0", "1")[bool(expected)] if text is None else text})
+    assert result.exit_code == 0, result.stderr
+    assert value(launched[0][0], path) == expected
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    launched: list[tuple[ServerConfig, dict[str, Any]]], tmp_path: Path
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('model = "m"\nthreads = 1\nmax_waiting = 1\nmax_num_seqs = 1\n')
+    environment = {"BIFOLIO_THREADS": "2", "BIFOLIO_MAX_WAITING": "2", "BIFOLIO_INTEGRITY": ""}
+    result = serve("--config", str(file), "--threads", "3", env=environment)
+    assert result.exit_code == 0, result.stderr
+    engine = launched[0][0].engine
+    assert (engine.threads, engine.max_waiting, engine.max_num_seqs) == (3, 2, 1)
+    assert engine.integrity
+
+
+def test_an_address_that_kubernetes_sets_for_a_service_is_not_taken_for_the_port(
+    launched: list[tuple[ServerConfig, dict[str, Any]]],
+) -> None:
+    assert serve("m", env={"BIFOLIO_PORT": "tcp://10.0.0.1:80"}).exit_code == 0
+    assert launched[0][0].port == 8000
+
+
 def test_every_value_of_the_configuration_has_an_option() -> None:
     fields = {f"engine.{name}" for name in EngineConfig.model_fields}
     fields |= set(ServerConfig.model_fields) - {"engine"}
     covered = {path for _, path, _ in EVERY_OPTION.values()}
-    assert fields - covered == {"engine.model", "engine.plan", "max_request_bytes", "pools"}
+    assert fields - covered == {"engine.model", "engine.plan", "pools"}
 
 
 def test_two_pools_give_each_phase_its_workers_and_its_formats(
@@ -178,10 +210,9 @@ def test_an_unknown_key_of_the_file_is_named(
 
 
 def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
-    command: Any = typer.main.get_command(app).commands["serve"]
     shown = {
         parameter.name: parameter.show_default
-        for parameter in command.params
+        for parameter in load("serve").params
         if isinstance(parameter.show_default, str)
     }
     config = ServerConfig(engine=EngineConfig(model="m"))
@@ -193,6 +224,8 @@ def test_the_defaults_that_help_shows_are_those_of_the_configuration() -> None:
             case "cache_memory":
                 assert real[name] == 2**30
                 assert text == "1GiB"
+            case "max_request_bytes":
+                assert (real[name], text) == (8 * 2**20, "8MiB")
             case "integrity" | "prefix_cache":
                 assert (real[name], text) == (True, "on")
             case "request_timeout":

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from dataclasses import asdict
 from typing import Any
 
 from msgspec import structs
@@ -40,7 +41,7 @@ def summary_of(
 
 def test_the_summary_counts_pages_tokens_and_bytes() -> None:
     summary = summary_of()
-    assert summary.as_dict() == {
+    assert asdict(summary) == {
         "url": "http://127.0.0.1:8123",
         "model": "it's",
         "plan": "int8/bf16 page=16",

@@ -39,9 +39,9 @@ def test_a_context_that_the_cache_cannot_hold(folder: Path) -> None:
     start(folder, cache_memory=size, max_model_len=4 * page.page_size)
     with pytest.raises(ConfigError, match=rf"beyond the {4 * page.page_size} tokens") as caught:
         start(folder, cache_memory=size, max_model_len=4 * page.page_size + 1)
-    cure = re.search(r"give --cache-memory (\S+)", str(caught.value))
-    assert cure is not None
-    start(folder, cache_memory=parse_bytes(cure[1]), max_model_len=4 * page.page_size + 1)
+    hint = re.search(r"give --cache-memory (\S+)", str(caught.value))
+    assert hint is not None
+    start(folder, cache_memory=parse_bytes(hint[1]), max_model_len=4 * page.page_size + 1)
 
 
 def test_a_context_beyond_the_model_is_said_before_one_beyond_the_cache(folder: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import httpx
 
-from bifolio.cli.interrupts import noticed_interrupts
 from bifolio.errors import (
     BifolioError,
     ConfigError,
@@ -58,7 +60,7 @@ class ChatAnswer:
 def events(chunks: Iterable[bytes]) -> Iterator[str]:
     """Yield the data of each server-sent event in a byte stream cut anywhere.
 
-    Lines end in LF or CRLF only, as JSON may hold U+2028 and its like unescaped.
+    Lines end in LF or CRLF only, as JSON may hold U+2028 and U+2029 unescaped.
     """
     data: list[str] = []
     rest = b""
@@ -253,3 +255,33 @@ def _error_of(error: Any, status: int | None) -> BifolioError:
             return EngineDeadError(text)
         case _:
             return RequestError(text, param=error.get("param"), code=error.get("code"))
+
+
+@contextmanager
+def noticed_interrupts() -> Iterator[Callable[[], None]]:
+    """Within the block, Ctrl-C raises KeyboardInterrupt as ever; the function that is given
+    raises it again if it was lost.
+
+    Python drops an exception that a signal raises inside a finaliser or a callback of the garbage
+    collector. Whoever calls the function between two pieces of work notices all the same. Signals
+    reach the main thread only; elsewhere the function does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    seen = False
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if seen:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -6,14 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 import typer
 
 from bifolio.cli import bench_targets
 from bifolio.cli.bench_options import BenchOptions
 from bifolio.cli.bench_tables import print_results
-from bifolio.cli.bench_targets import Machine
 from bifolio.cli.progress import Reporter
 from bifolio.lab.bench.bench_progress import RunProgress
 from bifolio.lab.bench.bench_results import Results
@@ -32,84 +30,77 @@ EXIT_INVALID = 1
 _LEAST_SEATS = 64
 
 
-def seats(loads: Sequence[LoadPoint]) -> int:
+def seats(loads: Sequence[LoadPoint] | None) -> int:
     """Requests that an engine may compute at a time, so that memory is the limit and not this."""
     return max([_LEAST_SEATS, *(load.concurrency or MOST for load in loads)] if loads else [MOST])
 
 
 def open_target(
-    stack: ExitStack, machine: Machine, what: str, report: Reporter, *, server: bool
+    stack: ExitStack, options: BenchOptions, seats: int, what: str, report: Reporter
 ) -> Target:
     """A plan in this process or in a server of its own, or a URL; it ends with `stack`."""
     if bench_targets.is_url(what):
-        target = bench_targets.endpoint(machine, what)
-    elif server:
-        return stack.enter_context(bench_targets.own_server(machine, what, report))
+        target = bench_targets.endpoint(options, what)
+    elif options.server:
+        return stack.enter_context(bench_targets.own_server(options, seats, what, report))
     else:
-        target = bench_targets.in_process(machine, what, report)
+        target = bench_targets.in_process(options, seats, what, report)
     stack.callback(target.close)
     return target
 
 
 def measure_one(
     target: Target,
-    wishes: BenchOptions,
+    options: BenchOptions,
     loads: Sequence[LoadPoint] | None,
-    repeats: int,
-    price: float,
     report: Reporter,
 ) -> Results:
     """Every load on one target; None: look for the peak."""
-    plan = wishes.plan(target.describe().max_model_len or 0)
+    plan = options.plan(target.describe().max_model_len or 0)
     environment = _environment()
     _warm_up({"": target}, plan, loads or (), report)
     progress = _run_progress(report)
     if loads is None:
-        runs = list(explore(target, plan, repeats, progress))
+        runs = list(explore(target, plan, options.repeats, progress))
     else:
-        runs = list(series(target, plan, loads, repeats, progress))
-    return Results(environment, {"": target.describe()}, plan, price, runs)
+        runs = list(series(target, plan, loads, options.repeats, progress))
+    return Results(environment, {"": target.describe()}, plan, options.price, runs)
 
 
 def measure_several(
     targets: Mapping[str, Target],
-    wishes: BenchOptions,
+    options: BenchOptions,
     loads: Sequence[LoadPoint],
-    repeats: int,
-    price: float,
-    report: Reporter,
-    *,
     alone: int,
+    report: Reporter,
 ) -> Results:
     """Every load on all targets in turn, and one request of `alone` tokens at a time."""
     told = [target.describe() for target in targets.values()]
     longest = min((t.max_model_len for t in told if t.max_model_len), default=0)
-    plan = wishes.plan(longest)
+    plan = options.plan(longest)
     parts = {"": (plan, loads)}
     if alone:
         parts[ALONE] = (alone_plan(plan, alone, longest), [LoadPoint(1)])
     environment = _environment()
     _warm_up(targets, plan, loads, report)
-    runs = list(alternate(targets, parts, repeats, _run_progress(report)))
+    runs = list(alternate(targets, parts, options.repeats, _run_progress(report)))
     described = {name: target.describe() for name, target in targets.items()}
-    return Results(environment, described, plan, price, runs)
+    return Results(environment, described, plan, options.price, runs)
 
 
-def finish(
-    results: Results, out: Path | None, markdown: Path | None = None, *, as_json: bool
-) -> None:
+def finish(results: Results, options: BenchOptions) -> None:
     """Print, write, and end with a status that says whether to believe it."""
-    if as_json:
+    if options.as_json:
         print(json.dumps(results.as_dict(), indent=2))
     else:
         print_results(results)
-    if out is not None or markdown is not None:
+    if options.out is not None or options.markdown is not None:
         page = bench_page(results.as_dict())
-        if out is not None:
-            results.write(out)
-            write_page(page, out / "bench.html")
-        if markdown is not None:
-            markdown.write_text(to_markdown(page), encoding="utf-8")
+        if options.out is not None:
+            results.write(options.out)
+            write_page(page, options.out / "bench.html")
+        if options.markdown is not None:
+            options.markdown.write_text(to_markdown(page), encoding="utf-8")
     if results.invalid:
         raise typer.Exit(EXIT_INVALID)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
+from bifolio.cli.tables import TerminalTable
 from bifolio.lab.bench.bench_results import Results
 from bifolio.lab.bench.paired import Ratio
 from bifolio.lab.bench.points import Point, Value
+from bifolio.lab.report.sections import Table
 
 _COLUMNS = (
     ("TTFT p50", "ttft_p50", 1e3, ",.0f"),
@@ -26,11 +27,11 @@ def print_results(results: Results) -> None:
         cache = f", {target.cache_tokens:,} tokens of cache" if target.cache_tokens else ""
         shown = name or target.plan or target.url
         console.print(f"[bold]{shown}[/]: {target.model}, {target.kind}{cache}")
-        console.print(_table(results, name))
+        console.print(TerminalTable(_speeds(results, name)))
         _print_sweep(console, results, name)
         if name != first:
-            console.print(f"\nagainst {first} (95 % intervals):")
-            console.print(_ratios(results, name))
+            console.print()
+            console.print(TerminalTable(_ratios(results, name)))
         console.print()
     for comparison in results.comparisons:
         if comparison.refused is not None:
@@ -42,42 +43,41 @@ def print_results(results: Results) -> None:
         console.print(f"INVALID: {line}", style="red", markup=False)
 
 
-def _table(results: Results, name: str) -> Table:
-    table = _plain_table("load", "tokens/s", *(title for title, *_ in _COLUMNS), "ran", "")
+def _speeds(results: Results, name: str) -> Table:
     sweep, points = results.sweeps[name], results.points_at(name)
+    headers = ["load", "tokens/s", *(title for title, *_ in _COLUMNS), "ran", ""]
+    rows = []
     for point in points:
         figures, rate = point.figures(), point.output_rate
-        table.add_row(
-            point.load.name,
-            f"{rate.middle:,.0f} ±{rate.spread:.0%}",
-            *(_cell(figures[key], scale, form) for _, key, scale, form in _COLUMNS),
-            _running(point),
-            "INVALID" if point.invalid else "peak" if point is sweep.peak and points[1:] else "",
+        rows.append(
+            [
+                point.load.name,
+                f"{rate.middle:,.0f} ±{rate.spread:.0%}",
+                *(_cell(figures[key], scale, form) for _, key, scale, form in _COLUMNS),
+                _running(point),
+                "INVALID"
+                if point.invalid
+                else "peak"
+                if point is sweep.peak and points[1:]
+                else "",
+            ]
         )
-    return table
+    return Table(headers, rows)
 
 
 def _ratios(results: Results, name: str) -> Table:
     """A target against the first, load by load."""
-    table = _plain_table("load", "tokens/s", "TTFT", "TPOT")
+    first, rows = next(iter(results.targets)), []
     for point in results.points_at(name):
-        found = results.compared(point)
-        if found is None:
-            continue
-        if found.refused is not None:
-            table.add_row(point.load.name, "not comparable", "", "")
-            continue
-        ratios = (found.output_rate, found.ttft, found.tpot)
-        table.add_row(point.load.name, *("–" if r is None else ratio_text(r) for r in ratios))
-    return table
-
-
-def _plain_table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(first, no_wrap=True)
-    for title in others:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
+        comparison = results.compared(point)
+        if comparison is not None and comparison.refused is not None:
+            rows.append([point.load.name, "not comparable", "", ""])
+        elif comparison is not None:
+            ratios = comparison.ratios
+            shown = (ratios.output_rate, ratios.ttft, ratios.tpot)
+            rows.append([point.load.name, *("–" if r is None else ratio_text(r) for r in shown)])
+    headers = ["load", "tokens/s", "TTFT", "TPOT"]
+    return Table(headers, rows, f"against {first} (95 % intervals):")
 
 
 def _print_sweep(console: Console, results: Results, name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bifolio.config import EngineConfig, parse_bytes
@@ -13,22 +12,9 @@ from bifolio.lab.bench.dialect import EndpointType
 from bifolio.lab.bench.target import Description, Target
 
 if TYPE_CHECKING:
+    from bifolio.cli.bench_options import BenchOptions
     from bifolio.cli.child_server import Event
     from bifolio.cli.progress import Reporter
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What engines of one's own are built with."""
-
-    model: str
-    cache_memory: str
-    seats: int
-    threads: int = 0
-    api_key: str | None = None
-    served_model: str | None = None
-    vocab: int | None = None
-    kind: EndpointType = EndpointType.COMPLETIONS
 
 
 def is_url(text: str) -> bool:
@@ -36,59 +22,59 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def in_process(machine: Machine, plan: str, report: Reporter) -> Target:
+def in_process(options: BenchOptions, seats: int, plan: str, report: Reporter) -> Target:
     """An engine in this process; `plan` as for serve."""
     from bifolio.checkpoint.source import resolve_source
     from bifolio.formats import PrecisionPlan
     from bifolio.lab.bench.in_process import InProcess
 
-    if machine.kind is not EndpointType.COMPLETIONS:
+    if options.endpoint_type is not EndpointType.COMPLETIONS:
         raise ConfigError("--endpoint-type is for servers: give --server or a URL, too")
     config = EngineConfig.of(
-        model=machine.model,
+        model=options.model,
         plan=PrecisionPlan.parse(plan),
-        cache_memory=parse_bytes(machine.cache_memory),
-        max_num_seqs=machine.seats,
-        threads=machine.threads,
+        cache_memory=parse_bytes(options.cache_memory),
+        max_num_seqs=seats,
+        threads=options.threads,
     )
-    resolve_source(machine.model, report)
+    resolve_source(options.model, report)
 
     def loading(_stage: str, done: int, total: int) -> None:
         report(f"loading {plan}", done, total)
 
-    return InProcess(config, machine.model, loading)
+    return InProcess(config, options.model, loading)
 
 
-def endpoint(machine: Machine, url: str) -> Target:
+def endpoint(options: BenchOptions, url: str) -> Target:
     """A running server."""
     from bifolio.lab.bench.endpoint import Endpoint
 
     return Endpoint(
         url,
-        machine.api_key,
-        model=machine.served_model,
-        vocab=machine.vocab,
-        kind=machine.kind,
+        options.api_key,
+        model=options.served_model,
+        vocab=options.vocab,
+        kind=options.endpoint_type,
     )
 
 
 @contextmanager
-def own_server(machine: Machine, plan: str, report: Reporter) -> Iterator[Target]:
+def own_server(options: BenchOptions, seats: int, plan: str, report: Reporter) -> Iterator[Target]:
     """`bifolio serve` in a process of its own, for as long as a `with` lasts."""
     from bifolio.cli.child_server import serving
     from bifolio.lab.bench.endpoint import Endpoint
 
-    arguments = ["--plan", plan, "--cache-memory", machine.cache_memory]
-    arguments += ["--max-num-seqs", str(machine.seats), "--threads", str(machine.threads)]
+    arguments = ["--plan", plan, "--cache-memory", options.cache_memory]
+    arguments += ["--max-num-seqs", str(seats), "--threads", str(options.threads)]
 
     def on_event(event: Event) -> None:
         if event["event"] == "progress":
             report(f"{plan}: {event['stage']}", event["done"], event["total"])
 
-    with serving(machine.model, arguments, on_event) as server:
-        told = _told(server.ready, _vocab(machine.model))
+    with serving(options.model, arguments, on_event) as server:
+        told = _told(server.ready, _vocab(options.model))
         target = Endpoint(
-            server.url, server.api_key, model=server.model, kind=machine.kind, known=told
+            server.url, server.api_key, model=server.model, kind=options.endpoint_type, known=told
         )
         try:
             yield target

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from bifolio.cli.output_paths import plain
 from bifolio.errors import ConfigError
-
-
-class ScaleSharing(StrEnum):
-    """What shares a scale."""
-
-    HEAD = "head"
-    LAYER = "layer"
 
 
 def calibrate(
@@ -31,9 +23,9 @@ def calibrate(
         ),
     ],
     per: Annotated[
-        ScaleSharing,
+        Literal["head", "layer"],
         typer.Option(help="What shares a scale: head, or layer as older engines need it."),
-    ] = ScaleSharing.HEAD,
+    ] = "head",
     tokens: Annotated[int, typer.Option(min=4096, help="Tokens of it to run, at most.")] = 16384,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scales as JSON.")] = False,
 ) -> None:
@@ -58,9 +50,7 @@ def calibrate(
     opened = SourceModel(source)
     texts = read_calibration(source, data, tokens)
     with reporter() as progress:
-        scales = measure_scales(
-            opened, texts.calibration, by_head=per is ScaleSharing.HEAD, progress=progress
-        )
+        scales = measure_scales(opened, texts.calibration, by_head=per == "head", progress=progress)
     write_scales(opened, scales)
     if as_json:
         print(json.dumps({"k_scale": scales.k_lh.tolist(), "v_scale": scales.v_lh.tolist()}))

@@ -14,7 +14,7 @@ from bifolio.errors import BifolioError
 
 HELP = """\
 /reset        forget the conversation
-/system TEXT  set the system message and start anew; without TEXT, none
+/system TEXT  set the system message and start again; without TEXT, none
 /help         this
 /exit         leave, as does Ctrl-D; Ctrl-C stops an answer"""
 

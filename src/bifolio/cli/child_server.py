@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from bifolio.cli.console import ERROR_PREFIX
+from bifolio.config import SETTINGS, variable_of
 from bifolio.errors import EngineDeadError
 
 STOP_SECONDS = 10.0
@@ -54,14 +55,17 @@ def serving(
     """Run `bifolio serve model` on a free port and stop it at the end.
 
     `on_event` gets what the child logs until it is ready. The child also ends when its standard
-    input closes, so that not even a killed parent leaves a server behind, and it has a session of
-    its own, so that Ctrl-C in the terminal is for the parent alone. EngineDeadError tells the
+    input closes, so that not even a killed parent leaves a server running, and it has a session of
+    its own, so that Ctrl-C in the terminal is for the parent alone. Its settings are `arguments`:
+    variables such as BIFOLIO_LOG_LEVEL are for servers of the user's own. EngineDeadError tells the
     child's last words when it ends before it is ready.
     """
     key = secrets.token_urlsafe(24)
+    variables = {variable_of(name) for name in SETTINGS}
+    environment = {name: text for name, text in os.environ.items() if name not in variables}
     child = subprocess.Popen(
         [*command, "serve", model, "--port", "0", "--until-stdin-closes", *arguments],
-        env=os.environ | {"BIFOLIO_API_KEY": key},
+        env=environment | {variable_of("api_keys"): key},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -81,21 +81,24 @@ def up(
 def status(url: Url = HERE, key: Key = "") -> None:
     """Show the workers of both pools."""
     from rich.console import Console
-    from rich.table import Table
+
+    from bifolio.cli.tables import TerminalTable
+    from bifolio.lab.report.sections import Table
 
     workers = _ask("GET", f"{url}/admin/workers", key)["workers"]
-    table = Table("worker", "state", "host", "peers", "run + wait", "used", "free")
+    headers = ("worker", "state", "host", "peers", "run + wait", "used", "free")
+    rows = []
     for worker in workers:
         state = "draining" if worker["draining"] else "up" if worker["up"] else "down"
         state += f", restarted {worker['restarts']}×" if worker["restarts"] else ""
         requests = f"{worker['running']} + {worker['waiting']}"
         cells = [worker["name"], state, worker["host"], worker["peers"], requests]
         cells += [worker["pages_live"], worker["pages_free"]]
-        table.add_row(*("–" if cell is None else str(cell) for cell in cells))
+        rows.append(["–" if cell is None else str(cell) for cell in cells])
     for pool in ("prefill", "decode"):
         plans = {w["plan"] for w in workers if w["pool"] == pool and w["plan"] is not None}
         print(f"{pool} ({pool[0]}…): {', '.join(sorted(plans)) or 'no worker is up'}")
-    Console().print(table)
+    Console().print(TerminalTable(Table(headers, rows, names=3)))
 
 
 @app.command()

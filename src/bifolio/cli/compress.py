@@ -58,9 +58,9 @@ def compress(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Turn a checkpoint in bf16 or block-fp8 into a smaller one that other engines load.
+    """Turn a checkpoint in bf16 or block-fp8 into a smaller one for other engines.
 
-    A killed run goes on where it was when the same command is given again.
+    A killed run resumes where it was when the same command is given again.
 
     [bold]Examples[/]
 

@@ -3,135 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
-import typer
-
-from bifolio.cli.output_paths import finite, plain, writable_folder
-from bifolio.cli.serve import KernelChoice
+from bifolio.cli.console import DEFAULT_MODEL
+from bifolio.cli.options import option
+from bifolio.cli.output_paths import plain, writable_folder
+from bifolio.config import KernelSet
 from bifolio.machine import MAX_THREADS
 
 MOST_ITEMS = 100_000
 """Of a task: they are all made, or read, before the first is asked."""
 
 
-class FloorOption(StrEnum):
-    """Choices of --floor (those of `lab.eval.distance_run`, which help must not import)."""
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What is compared with what, and where the results go."""
 
-    KERNELS = "kernels"
-    FP32 = "fp32"
-    NONE = "none"
-
-
-Candidates = Annotated[
-    list[str],
-    typer.Option(
-        "--candidate",
-        help="A plan to judge, as for serve, or 'PREFILL->DECODE'; may be repeated.",
+    candidates: list[str] = option(
+        ...,
+        "A plan to judge, as for serve, or 'PREFILL->DECODE'; may be repeated.",
         metavar="PLAN",
-    ),
-]
-Model = Annotated[str, typer.Option("--model", "-m", help="As for serve.")]
-Reference = Annotated[
-    str, typer.Option("--reference", help="The plan to compare with.", metavar="PLAN")
-]
-Kernels = Annotated[KernelChoice, typer.Option("--kernels", help="As for serve.")]
-Threads = Annotated[
-    int, typer.Option("--threads", min=0, max=MAX_THREADS, help="0: all that can compute.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        help="Write one JSON file for each comparison here.",
+        names="--candidate",
+    )
+    model: str = option(DEFAULT_MODEL, "As for serve.", names="--model -m")
+    reference: str = option("bf16/bf16", "The plan to compare with.", metavar="PLAN")
+    data: Path | None = option(None, "Larger sets from this folder (docs/eval.md).", metavar="DIR")
+    seed: int = option(0, "Of drawn items and of the bootstrap.", min=0)
+    kernels: KernelSet = option("auto", "As for serve.")
+    threads: int = option(0, "0: all that can compute.", min=0, max=MAX_THREADS)
+    out: Path | None = option(
+        None,
+        "Write one JSON file for each comparison here.",
         metavar="DIR",
         callback=writable_folder,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON array.")]
-Data = Annotated[
-    Path | None,
-    typer.Option("--data", help="Larger sets from this folder (docs/eval.md).", metavar="DIR"),
-]
-Files = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--tasks",
-        help="Items from a JSON-lines file; may be repeated.",
-        metavar="FILE",
-        callback=plain,
-    ),
-]
-TaskNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--task", help="A task, or all whose names begin so; may be repeated.", metavar="NAME"
-    ),
-]
-Items = Annotated[
-    int | None,
-    typer.Option(
-        "--items",
-        min=1,
-        max=MOST_ITEMS,
-        help="Items of each task that is drawn or read with --data.",
-        show_default="as many as the margin needs if no answer flips",
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of drawn items and of the bootstrap.")]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="Send prompts through the model's chat template.")
-]
-Margin = Annotated[
-    float,
-    typer.Option(
-        "--margin", min=0.0001, max=0.5, help="Differences of accuracy below this do not matter."
-    ),
-]
-MaxKL = Annotated[
-    float | None,
-    typer.Option("--max-kl", min=0.0, callback=finite, help="Most mean KL, nats, on each text."),
-]
-MinTop1 = Annotated[
-    float | None,
-    typer.Option("--min-top1", min=0.0, max=1.0, help="Least share of equal top tokens."),
-]
+    )
+    as_json: bool = option(False, "Print one JSON array.", names="--json")
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedPlans:
-    """What is compared with what."""
+class MarginOption:
+    """When two plans are equivalent."""
 
-    model: str
-    reference: str
-    candidates: list[str]
-    kernels: str
-    threads: int
+    margin: float = option(
+        ..., "Differences of accuracy below this do not matter.", min=0.0001, max=0.5
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class TaskOptions:
+class TaskOptions(MarginOption):
     """Which tasks, and how."""
 
-    names: list[str]
-    items: int | None
-    data: Path | None
-    files: list[Path]
-    chat: bool
-    margin: float
-    seed: int
+    names: list[str] = option(
+        [], "A task, or all whose names begin so; may be repeated.", metavar="NAME", names="--task"
+    )
+    items: int | None = option(
+        None,
+        "Items of each task that is drawn or read with --data.",
+        min=1,
+        max=MOST_ITEMS,
+        show_default="as many as the margin needs if no answer flips",
+    )
+    files: list[Path] = option(
+        [],
+        "Items from a JSON-lines file; may be repeated.",
+        metavar="FILE",
+        names="--tasks",
+        callback=plain,
+    )
+    chat: bool = option(False, "Send prompts through the model's chat template.", names="--chat")
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Which texts, and how."""
 
-    texts: list[Path]
-    data: Path | None
-    contexts: list[int]
-    scored: int
-    windows: int
-    floor: FloorOption
-    seed: int
+    texts: list[Path] = option(
+        [],
+        "UTF-8 texts to score.",
+        show_default="built in: English and Slovak",
+        callback=plain,
+        argument=True,
+    )
+    contexts: list[int] = option(
+        [64, 256, 768], "Tokens before the scored ones; may be repeated.", names="--context", min=1
+    )
+    scored: int = option(64, "Tokens scored in each window.", min=2)
+    windows: int = option(8, "Windows of each context.", min=1)
+    floor: Literal["kernels", "fp32", "none"] = option(
+        "kernels", "The reference's own noise: on the other kernels, or beside fp32."
+    )

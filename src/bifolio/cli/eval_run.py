@@ -1,4 +1,4 @@
-"""What the subcommands of `bifolio eval` do, behind their options."""
+"""What the subcommands of `bifolio eval` do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bifolio.checkpoint.source import resolve_source
-from bifolio.cli.eval_options import ComparedPlans, TaskOptions, TextOptions
+from bifolio.cli.eval_options import EvalOptions, TaskOptions, TextOptions
 from bifolio.cli.eval_tables import distance_table, gate_table, task_table
 from bifolio.cli.progress import Reporter, reporter
 from bifolio.lab.eval.answers import Progress
@@ -18,6 +19,7 @@ from bifolio.lab.eval.distance_run import (
     DistanceRun,
     Floor,
     MeasuredDistance,
+    Passage,
     built_in_passages,
     local_passages,
     read_passage,
@@ -31,123 +33,114 @@ from bifolio.lab.eval.task_run import Compared, TaskRun
 from bifolio.lab.eval.tasks.selection import available, chosen
 
 
-def distance(sides: ComparedPlans, read: TextOptions, out: Path | None, as_json: bool) -> None:
+def distance(options: EvalOptions, texts: TextOptions) -> None:
     """Measure, print and write the distance of every candidate."""
     with reporter() as report:
-        measured = _measure(sides, read, _texts(sides.model, report), report)
+        passages = [read_passage(path) for path in texts.texts]
+        if options.data is not None:
+            passages += local_passages(options.data)
+        results = _measure(options, texts, passages, _tokenizer(options, report), report)
     documents = []
-    for found in measured:
+    for result in results:
         documents.append(
             document(
                 "distance",
-                sides.model,
-                found.reference,
-                found.candidate,
-                _settings(read),
-                **_distance_parts(found),
+                options.model,
+                result.reference,
+                result.candidate,
+                _settings(options, texts),
+                **_distance_parts(result),
             )
         )
-        _write(out, documents[-1])
-        if not as_json:
-            distance_table(found)
-    if as_json:
+        _write(options, documents[-1])
+        if not options.as_json:
+            distance_table(result)
+    if options.as_json:
         print(json.dumps(documents, ensure_ascii=False))
 
 
-def tasks(sides: ComparedPlans, asked: TaskOptions, out: Path | None, as_json: bool) -> None:
+def tasks(options: EvalOptions, tasks: TaskOptions) -> None:
     """Ask, print and write the answers of every candidate."""
     with reporter() as report:
-        found = _ask(sides, asked, _texts(sides.model, report), report)
-        _show(sides, asked, found, out, as_json, report)
+        results = _ask(options, tasks, _tokenizer(options, report), report)
+        _show(options, tasks, results, report)
 
 
-def harness(sides: ComparedPlans, asked: TaskOptions, out: Path | None, as_json: bool) -> None:
+def harness(options: EvalOptions, tasks: TaskOptions) -> None:
     """The same for tasks of lm-eval."""
-    reference, *candidates = _setups(sides)
+    reference, *candidates = _setups(options)
     with reporter() as report:
-        found = compare_harness(
-            asked.names,
+        results = compare_harness(
+            tasks.names,
             reference,
             candidates,
-            _texts(sides.model, report),
-            data=asked.data,
-            limit=asked.items,
-            margin=asked.margin,
-            seed=asked.seed,
+            _tokenizer(options, report),
+            data=options.data,
+            limit=tasks.items,
+            margin=tasks.margin,
+            seed=options.seed,
             progress=_progress(report),
         )
-        _show(sides, asked, found, out, as_json, report)
+        _show(options, tasks, results, report)
 
 
 def _show(
-    sides: ComparedPlans,
-    asked: TaskOptions,
-    results: Iterator[Compared],
-    out: Path | None,
-    as_json: bool,
-    report: Reporter,
+    options: EvalOptions, tasks: TaskOptions, results: Iterator[Compared], report: Reporter
 ) -> None:
     documents = []
-    for found in results:
+    for result in results:
         documents.append(
             document(
                 "tasks",
-                sides.model,
-                found.reference,
-                found.candidate,
-                _settings(asked),
-                tasks=found.comparisons,
+                options.model,
+                result.reference,
+                result.candidate,
+                _settings(options, tasks),
+                tasks=result.comparisons,
             )
         )
         with report.paused():
-            _write(out, documents[-1], found)
-            if not as_json:
-                task_table(found)
-    if as_json:
+            _write(options, documents[-1], result)
+            if not options.as_json:
+                task_table(result)
+    if options.as_json:
         print(json.dumps(documents, ensure_ascii=False))
 
 
 def gate(
-    sides: ComparedPlans,
-    asked: TaskOptions,
-    read: TextOptions,
-    limits: tuple[float | None, float | None],
-    out: Path | None,
-    as_json: bool,
+    options: EvalOptions, tasks: TaskOptions, limits: tuple[float | None, float | None]
 ) -> bool:
     """Whether every candidate passes: tasks, and the distance where a limit on it is given."""
     with reporter() as report:
-        texts = _texts(sides.model, report)
-        measured: list[MeasuredDistance] | list[None] = [None] * len(sides.candidates)
+        tokenizer = _tokenizer(options, report)
+        measured: list[MeasuredDistance] | list[None] = [None] * len(options.candidates)
         if limits != (None, None):
-            measured = _measure(sides, read, texts, report)
-        results = zip(_ask(sides, asked, texts, report), measured, strict=True)
-        return _judge(sides, asked, results, limits, out, as_json, report)
+            measured = _measure(options, TextOptions(floor="none"), [], tokenizer, report)
+        results = zip(_ask(options, tasks, tokenizer, report), measured, strict=True)
+        return _judge(options, tasks, results, limits, report)
 
 
 def _judge(
-    sides: ComparedPlans,
-    asked: TaskOptions,
+    options: EvalOptions,
+    tasks: TaskOptions,
     results: Iterator[tuple[Compared, MeasuredDistance | None]],
     limits: tuple[float | None, float | None],
-    out: Path | None,
-    as_json: bool,
     report: Reporter,
 ) -> bool:
     documents, passed = [], True
-    for found, far in results:
-        slices = task_slices(found.comparisons)
+    for result, far in results:
+        slices = task_slices(result.comparisons)
         if far is not None:
             slices += distance_slices(far.rows, *limits)
         verdict = QualityGate(tuple(slices))
         passed = passed and verdict.passed
         whole = document(
             "gate",
-            sides.model,
-            found.reference,
-            found.candidate,
-            _settings(asked) | {"max_kl": limits[0], "min_top1": limits[1]},
-            tasks=found.comparisons,
+            options.model,
+            result.reference,
+            result.candidate,
+            _settings(options, tasks) | {"max_kl": limits[0], "min_top1": limits[1]},
+            tasks=result.comparisons,
             gate={
                 "passed": verdict.passed,
                 "failures": verdict.failures,
@@ -157,27 +150,27 @@ def _judge(
         )
         documents.append(whole)
         with report.paused():
-            _write(out, whole, found)
-            if not as_json:
+            _write(options, whole, result)
+            if not options.as_json:
                 if far is not None:
                     distance_table(far)
-                task_table(found)
+                task_table(result)
                 gate_table(verdict)
-    if as_json:
+    if options.as_json:
         print(json.dumps(documents, ensure_ascii=False))
     return passed
 
 
-def _setups(sides: ComparedPlans) -> list[Setup]:
+def _setups(options: EvalOptions) -> list[Setup]:
     return [
-        Setup(sides.model, plan, sides.kernels, sides.threads)
-        for plan in (sides.reference, *sides.candidates)
+        Setup(options.model, plan, options.kernels, options.threads)
+        for plan in (options.reference, *options.candidates)
     ]
 
 
-def _texts(model: str, report: Reporter) -> SubjectTokenizer:
-    resolve_source(model, report)
-    return SubjectTokenizer(model)
+def _tokenizer(options: EvalOptions, report: Reporter) -> SubjectTokenizer:
+    resolve_source(options.model, report)
+    return SubjectTokenizer(options.model)
 
 
 def _progress(report: Reporter) -> Progress:
@@ -188,31 +181,32 @@ def _progress(report: Reporter) -> Progress:
 
 
 def _measure(
-    sides: ComparedPlans, read: TextOptions, texts: SubjectTokenizer, report: Reporter
+    options: EvalOptions,
+    texts: TextOptions,
+    passages: list[Passage],
+    tokenizer: SubjectTokenizer,
+    report: Reporter,
 ) -> list[MeasuredDistance]:
-    passages = [read_passage(path) for path in read.texts]
-    if read.data is not None:
-        passages += local_passages(read.data)
     run = DistanceRun(
         passages or built_in_passages(),
-        read.contexts,
-        read.scored,
-        read.windows,
-        Floor(read.floor),
-        read.seed,
+        texts.contexts,
+        texts.scored,
+        texts.windows,
+        Floor(texts.floor),
+        options.seed,
     )
-    reference, *candidates = _setups(sides)
-    return run.measure(reference, candidates, texts, _progress(report))
+    reference, *candidates = _setups(options)
+    return run.measure(reference, candidates, tokenizer, _progress(report))
 
 
 def _ask(
-    sides: ComparedPlans, asked: TaskOptions, texts: SubjectTokenizer, report: Reporter
+    options: EvalOptions, tasks: TaskOptions, tokenizer: SubjectTokenizer, report: Reporter
 ) -> Iterator[Compared]:
-    count = asked.items or items_needed(asked.margin, flip_rate=0.0)
-    found = available(count, asked.seed, asked.data, asked.files)
-    run = TaskRun(chosen(found, asked.names), asked.margin, asked.seed, asked.chat)
-    reference, *candidates = _setups(sides)
-    return run.compare(reference, candidates, texts, _progress(report))
+    count = tasks.items or items_needed(tasks.margin, flip_rate=0.0)
+    known = available(count, options.seed, options.data, tasks.files)
+    run = TaskRun(chosen(known, tasks.names), tasks.margin, options.seed, tasks.chat)
+    reference, *candidates = _setups(options)
+    return run.compare(reference, candidates, tokenizer, _progress(report))
 
 
 def _distance_parts(found: MeasuredDistance) -> dict[str, Any]:
@@ -223,19 +217,14 @@ def _distance_parts(found: MeasuredDistance) -> dict[str, Any]:
     }
 
 
-def _settings(options: TaskOptions | TextOptions) -> dict[str, Any]:
-    """The options as JSON has them."""
-    found = asdict(options)
-    for name in ("data", "texts", "files"):
-        if isinstance(found.get(name), list):
-            found[name] = list(map(str, found[name]))
-        elif found.get(name) is not None:
-            found[name] = str(found[name])
-    return found
+def _settings(options: EvalOptions, more: TaskOptions | TextOptions) -> dict[str, Any]:
+    """The options that change results, as JSON has them."""
+    settings = asdict(more) | {"data": options.data, "seed": options.seed}
+    return dict(msgspec.to_builtins(settings, enc_hook=str))
 
 
-def _write(out: Path | None, whole: dict[str, Any], found: Compared | None = None) -> None:
-    if out is None:
+def _write(options: EvalOptions, whole: dict[str, Any], found: Compared | None = None) -> None:
+    if options.out is None:
         return
     lines = (
         (
@@ -246,7 +235,7 @@ def _write(out: Path | None, whole: dict[str, Any], found: Compared | None = Non
         if found
         else ()
     )
-    _say(f"written: {write(out, whole, lines)}")
+    _say(f"written: {write(options.out, whole, lines)}")
 
 
 def _say(text: str) -> None:

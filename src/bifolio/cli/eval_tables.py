@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from bifolio.cli.tables import TerminalTable
 from bifolio.lab.eval.compare import QualityComparison
 from bifolio.lab.eval.distance_run import MeasuredDistance
 from bifolio.lab.eval.gate import QualityGate
 from bifolio.lab.eval.task_run import Compared
+from bifolio.lab.report.sections import Table
 from bifolio.wording import plural
-
-
-def _table(title: str, first: str, *names: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    table.add_column(first, overflow="fold")  # gives way, so that figures stay whole
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def p_text(p: float | None) -> str:
@@ -34,33 +24,26 @@ def p_text(p: float | None) -> str:
 
 def distance_table(found: MeasuredDistance) -> None:
     """Distance of one candidate by text and context, with the reference's noise beside it."""
-    table = _table(
-        f"{found.candidate['plan']} beside {found.reference['plan']}: KL in nats",
-        "text",
-        "context",
-        "KL",
-        "noise",
-        "p99",
-        "same top",
-        "noise",
-        "ppl",
-        "ref.",
-    )
+    rows = []
     for one in found.rows:
         noise = one.noise.floor if one.noise else None
-        table.add_row(
-            one.text,
-            str(one.context or "all"),
-            f"{one.distance.kl:.5f}",
-            f"{noise.kl:.5f}" if noise else "–",
-            f"{one.distance.kl_p99:.3f}",
-            f"{one.distance.top1:.1%}",
-            f"{noise.top1:.1%}" if noise else "–",
-            f"{one.distance.candidate_perplexity:.2f}",
-            f"{one.distance.reference_perplexity:.2f}",
+        rows.append(
+            [
+                one.text,
+                str(one.context or "all"),
+                f"{one.distance.kl:.5f}",
+                f"{noise.kl:.5f}" if noise else "–",
+                f"{one.distance.kl_p99:.3f}",
+                f"{one.distance.top1:.1%}",
+                f"{noise.top1:.1%}" if noise else "–",
+                f"{one.distance.candidate_perplexity:.2f}",
+                f"{one.distance.reference_perplexity:.2f}",
+            ]
         )
+    headers = ["text", "context", "KL", "noise", "p99", "same top", "noise", "ppl", "ref."]
+    title = f"{found.candidate['plan']} beside {found.reference['plan']}: KL in nats"
     console = Console()
-    console.print(table)
+    console.print(TerminalTable(Table(headers, rows, title)))
     whole = found.rows[-1]
     kl, top, nll = whole.kl, whole.top1, whole.nll_difference
     console.print(
@@ -93,25 +76,14 @@ def gate_table(gate: QualityGate) -> None:
 def task_table(found: Compared) -> None:
     """Tasks of one candidate: rates, difference with its interval, tests, verdict."""
     plans = f"{found.candidate['plan']} beside {found.reference['plan']}"
-    table = _table(
-        f"{plans}: shares that are right",
-        "task",
-        "items",
-        "ref.",
-        "cand.",
-        "lost",
-        "won",
-        "p",
-        "nats",
-        "p",
-    )
-    for one in found.comparisons:
-        table.add_row(*_row(one))
+    headers = ["task", "items", "ref.", "cand.", "lost", "won", "p", "nats", "p"]
+    rows = [_row(one) for one in found.comparisons]
     console = Console()
-    console.print(table)
+    console.print(TerminalTable(Table(headers, rows, f"{plans}: shares that are right")))
     groups = [one for one in found.comparisons if one.groups]
     if groups:
-        console.print(_groups(groups))
+        console.print()
+        console.print(TerminalTable(_groups(groups)))
     console.print(
         "p: McNemar's exact test; nats: log probability of the expected answers, sign test"
     )
@@ -154,15 +126,17 @@ def _row(one: QualityComparison) -> list[str]:
 
 
 def _groups(comparisons: Sequence[QualityComparison]) -> Table:
-    table = _table("by group", "task", "group", "items", "reference", "candidate", "flips")
-    for one in comparisons:
-        for row in one.groups:
-            table.add_row(
-                one.task,
-                row.group,
-                str(row.items),
-                f"{row.reference:.1%}",
-                f"{row.candidate:.1%}",
-                str(row.flips),
-            )
-    return table
+    rows = [
+        [
+            one.task,
+            row.group,
+            str(row.items),
+            f"{row.reference:.1%}",
+            f"{row.candidate:.1%}",
+            str(row.flips),
+        ]
+        for one in comparisons
+        for row in one.groups
+    ]
+    headers = ["task", "group", "items", "reference", "candidate", "flips"]
+    return Table(headers, rows, "by group", names=2)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import ipaddress
 import os
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvloop
@@ -22,14 +26,12 @@ from rich.console import Console
 
 from bifolio.checkpoint.default_sampling import DefaultSampling
 from bifolio.checkpoint.source import ModelSource, resolve_source
-from bifolio.cli.fit import check_fit
-from bifolio.cli.listen import bind, is_local, listen, raise_open_files, refused, url_of
 from bifolio.cli.progress import Bars, LogLines, Reporter
 from bifolio.cli.summary import Summary, show
-from bifolio.config import ServerConfig, size_text
+from bifolio.config import EngineConfig, ServerConfig, size_text
 from bifolio.engine.messages import Loading
-from bifolio.errors import EngineDeadError
-from bifolio.machine import read_limits
+from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.machine import MachineLimits, read_limits
 from bifolio.process import logs
 from bifolio.process.client import AsyncEngine
 from bifolio.process.supervisor import EngineSupervisor
@@ -217,13 +219,13 @@ class _ServerRun:
         if self._screen.is_terminal:
             show(summary, self._screen)
         else:
-            log.info("ready", **summary.as_dict())
+            log.info("ready", **asdict(summary))
         if summary.shortened_from:
             log.warning(
                 "the cache is too small for the longest context that the model knows",
                 max_model_len=summary.max_model_len,
                 model=summary.shortened_from,
-                cure=f"give --cache-memory {size_text(summary.cache_bytes_for_all)}, or "
+                hint=f"give --cache-memory {size_text(summary.cache_bytes_for_all)}, or "
                 f"--max-model-len {summary.max_model_len} if that is enough",
             )
         if self._sampling.not_applied:
@@ -232,16 +234,16 @@ class _ServerRun:
                 not_applied=", ".join(self._sampling.not_applied),
             )
         if not self._config.engine.integrity:
-            log.warning("cache pages are not checked", cure="leave --no-integrity out")
+            log.warning("cache pages are not checked", hint="leave --no-integrity out")
         if not self._config.api_keys and not is_local(self._sock):
-            log.warning("whoever reaches this address can use it", cure="set BIFOLIO_API_KEY")
+            log.warning("whoever reaches this address can use it", hint="set BIFOLIO_API_KEY")
         if not self._config.api_keys and "*" in self._config.cors_origins:
             log.warning(
                 "any web page that a user of this network opens can use this server",
-                cure="name the origins with --cors-origin, or set BIFOLIO_API_KEY",
+                hint="name the origins with --cors-origin, or set BIFOLIO_API_KEY",
             )
         if self._config.admin_key and self._config.pools is None:
-            log.warning("one engine has no workers to administer", cure="leave --admin-key out")
+            log.warning("one engine has no workers to administer", hint="leave --admin-key out")
 
 
 def client_of(
@@ -302,3 +304,132 @@ def _load_tokenizer(source: ModelSource) -> Tokenizer:
     import bifolio.server.http_server  # noqa: F401
 
     return load_tokenizer(source.gguf.metadata if source.is_gguf else source.path)
+
+
+def check_fit(config: ServerConfig, limits: MachineLimits) -> None:
+    """ConfigError for caches beyond the memory; more threads than cores are only pointed out."""
+    engines = _engines(config)
+    _check_memory(engines, limits)
+    threads = max(engine.threads for engine in engines)
+    if threads > limits.threads:
+        log.warning(
+            "more threads than cores only slow down",
+            threads=threads,
+            cores=limits.threads,
+            hint=f"give at most --threads {limits.threads}, or leave it out",
+        )
+
+
+def _engines(config: ServerConfig) -> list[EngineConfig]:
+    """One for each process."""
+    pools = config.pools
+    if pools is None:
+        return [config.engine]
+    return [config.engine] * pools.prefill_workers + [pools.decode] * pools.decode_workers
+
+
+def _check_memory(engines: list[EngineConfig], limits: MachineLimits) -> None:
+    known = [
+        (size, whose)
+        for size, whose in (
+            (limits.memory_available, "this machine has free"),
+            (limits.memory_left, "its control group has free"),
+        )
+        if size is not None
+    ]
+    if not known:
+        return
+    most, whose = min(known)
+    asked = sum(engine.cache_memory for engine in engines)
+    if asked > most:
+        each = f" for each of {len(engines)} workers" if len(engines) > 1 else ""
+        raise ConfigError(
+            f"--cache-memory {size_text(engines[0].cache_memory)}{each} is beyond the "
+            f"{most / 2**30:.1f}GiB of memory that {whose}; ask for less, with room for the weights"
+        )
+
+
+def raise_open_files() -> None:
+    """Let this process, and those it starts, open as many files as the system allows it.
+
+    The usual limit of 1,024 is less than a full queue has connections.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS names a hard limit that it does not grant: then the soft one stays.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to `host` (a name or an address) and `port` (0: any free one).
+
+    It does not listen yet, so that clients are refused, not kept waiting, until the model is
+    there; no other socket can be bound to the port meanwhile. ConfigError says why the address
+    cannot be had.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"invalid --host {host!r}: not an address of this machine: {error}"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        _bind_alone(sock, address)
+    except OSError as error:
+        sock.close()
+        raise refused(host, port, error) from error
+    return sock
+
+
+def _bind_alone(sock: socket.socket, address: Any) -> None:
+    """Two sockets with SO_REUSEADDR share a port until one listens, so it is on for no longer than
+    it takes to pass by the old connections of a server that has just ended."""
+    try:
+        sock.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
+def listen(sock: socket.socket) -> None:
+    """Take connections on a socket of `bind`; OSError says why that is impossible.
+
+    Here and not in the event loop, which closes the socket and reports that instead. Connections
+    inherit SO_REUSEADDR, without which their remains would keep the next server from the port.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.listen()
+
+
+def refused(host: str, port: int, error: OSError) -> ConfigError:
+    """What to tell a user whose address was refused."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            hint = "choose another one with --port, or --port 0 for any free one"
+            return ConfigError(f"port {port} on {host} is taken; {hint}")
+        case errno.EACCES:
+            return ConfigError(f"port {port} needs rights that you do not have; take one from 1024")
+        case _:
+            return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a client on this machine finds a bound socket."""
+    host, port = sock.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    name = f"[{address}]" if address.version == 6 else str(address)
+    return f"http://{name}:{port}"
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Whether only this machine can reach a bound socket."""
+    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback

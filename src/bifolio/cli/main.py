@@ -1,28 +1,34 @@
-"""The command `bifolio`. Commands import what they need when they run: help must come at once."""
+"""The command `bifolio`. A command is imported when it is called: help must come at once."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import os
 import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from bifolio import __version__
-from bifolio.cli import bench, cluster
-from bifolio.cli.calibrate import calibrate
-from bifolio.cli.chat import chat
-from bifolio.cli.compress import compress
 from bifolio.cli.console import ERROR_PREFIX, shortened
-from bifolio.cli.doctor import doctor
-from bifolio.cli.eval import app as eval_app
-from bifolio.cli.plan import plan
-from bifolio.cli.report import report
-from bifolio.cli.serve import serve
 from bifolio.errors import BifolioError
+
+COMMANDS = {
+    "serve": "Serve a model through the OpenAI API.",
+    "chat": "Talk to a model in the terminal.",
+    "plan": "Compute what fits, how fast it could be, and what it costs.",
+    "eval": "Measure the quality of a plan beside another, on the same tokens.",
+    "bench": "Measure speed and cost of an engine in this process, a server, or any OpenAI API.",
+    "cluster": "Two pools on the machines of a Ray cluster.",
+    "compress": "Turn a checkpoint in bf16 or block-fp8 into a smaller one for other engines.",
+    "calibrate": "Measure static scales for an fp8 cache and write them into the checkpoint.",
+    "report": "Join the results in a folder into one HTML page that stands for itself, and a JSON.",
+    "doctor": "Examine the machine and the installation.",
+}
+"""Commands, each in the module of its name, and the first line of their help."""
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -39,10 +45,19 @@ def _shorten(error: Any) -> None:
 
 
 class _Commands(TyperGroup):
-    """Turns the errors that bifolio raises on purpose into one line, and Ctrl-C into silence.
+    """Imports a command when it is called, and tells errors in one line, Ctrl-C in none.
 
-    So it does with those of the system: a full disk, a name that is too long.
+    That holds for errors that bifolio raises on purpose and for those of the system: a full disk, a
+    name that is too long.
     """
+
+    def __init__(self, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.commands = {name: TyperCommand(name, help=text) for name, text in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name and command else None, rest
 
     def make_context(self, *arguments: Any, **extra: Any) -> Any:
         if not os.environ.get("COLUMNS", "80").strip("0"):
@@ -106,16 +121,14 @@ def _root(
     """
 
 
-app.command()(serve)
-app.command()(chat)
-app.command()(plan)
-app.add_typer(eval_app)
-app.add_typer(bench.app)
-app.add_typer(cluster.app)
-app.command()(compress)
-app.command()(calibrate)
-app.command()(report)
-app.command()(doctor)
+def load(name: str) -> Any:
+    """The command of a name, as click has commands."""
+    module = importlib.import_module(f"bifolio.cli.{name}")
+    if hasattr(module, "app"):
+        return typer.main.get_group(module.app)
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    single.command(name)(getattr(module, name))
+    return typer.main.get_command(single)
 
 
 def main() -> None:

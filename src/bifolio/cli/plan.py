@@ -2,178 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import StrEnum
+import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any
 
-import typer
+import msgspec
 
-from bifolio.cli.output_paths import finite, plain, writable_folder
+from bifolio.cli.options import option, with_options
+from bifolio.cli.output_paths import plain, writable_folder
+from bifolio.cli.plan_model import find_hardware, find_model
 from bifolio.errors import ConfigError, cause_of
+from bifolio.formats import PrecisionPlan
+from bifolio.lab.plan.capacity import MEMORY_SHARE, Deployment
+from bifolio.lab.plan.capacity_report import CapacityReport, Question, answer
+from bifolio.lab.plan.export import LaunchEngine, export_plan
+from bifolio.lab.plan.planned_workload import PlannedWorkload, read_trace
+from bifolio.lab.plan.published import compare_published
 
-if TYPE_CHECKING:
-    from bifolio.cli.plan_model import PlannedModel
-    from bifolio.formats import PrecisionPlan
-    from bifolio.lab.plan.capacity_report import CapacityReport
-    from bifolio.lab.plan.planned_workload import PlannedWorkload
-
-T = TypeVar("T")
-
-
-class LaunchEngine(StrEnum):
-    """Choices of --export."""
-
-    SGLANG = "sglang"
-    VLLM = "vllm"
-
-
-def _option(panel: str, text: str, *names: str, metavar: str | None = None, **limits: Any) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel, **limits)
-
-
-_MACHINE, _FORMATS, _WORK, _OUT = "Model and devices", "Formats", "Workload", "Output"
+MACHINE, FORMATS, WORK, OUT = "Model and devices", "Formats", "Workload", "Output"
 _DEFAULT_PROMPT, _DEFAULT_OUTPUT = 8192, 1000
 
-Model = Annotated[
-    str | None,
-    _option(
-        _MACHINE,
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What is asked about."""
+
+    model: str | None = option(
+        None,
         "A preset, a folder, a config.json or a .gguf file. Nothing is downloaded.",
-        "--model",
-        "-m",
-        metavar="MODEL",
-    ),
-]
-DeviceName = Annotated[
-    str,
-    _option(
-        _MACHINE,
+        MACHINE,
+        "MODEL",
+        names="--model -m",
+    )
+    device: str = option(
+        "this",
         "A preset such as h200 or epyc-9654; this is measured.",
-        "--device",
-        "-d",
-        metavar="DEVICE",
-    ),
-]
-Tp = Annotated[int, _option(_MACHINE, "Devices that share every layer.", metavar="N", min=1)]
-Memory = Annotated[
-    str | None, _option(_MACHINE, "Memory of each device, where it differs.", metavar="SIZE")
-]
-MemoryShare = Annotated[
-    int | None,
-    _option(
-        _MACHINE,
+        MACHINE,
+        "DEVICE",
+        names="--device -d",
+    )
+    tp: int = option(1, "Devices that share every layer.", MACHINE, "N", min=1)
+    memory: str | None = option(None, "Memory of each device, where it differs.", MACHINE, "SIZE")
+    memory_share: int | None = option(
+        None,
         "Percent of it for weights and cache.",
+        MACHINE,
+        "PERCENT",
         show_default="82",
-        metavar="PERCENT",
         min=1,
         max=100,
-    ),
-]
-Efficiency = Annotated[
-    int,
-    _option(
-        _MACHINE,
-        "Percent of bandwidth and peaks that are reached.",
-        metavar="PERCENT",
-        min=1,
-        max=100,
-    ),
-]
-Formats = Annotated[
-    str | None,
-    _option(
-        _FORMATS,
+    )
+    efficiency: int = option(
+        100, "Percent of bandwidth and peaks that are reached.", MACHINE, "PERCENT", min=1, max=100
+    )
+    formats: str | None = option(
+        None,
         "Formats of both phases: weights/cache, or weights=…,experts=…,cache=…,head=…,page=…",
-        "--plan",
-        metavar="PLAN",
-    ),
-]
-Prefill = Annotated[
-    str | None, _option(_FORMATS, "Formats of prefill, where they differ.", metavar="PLAN")
-]
-Decode = Annotated[
-    str | None, _option(_FORMATS, "Formats of decode, where they differ.", metavar="PLAN")
-]
-Cache = Annotated[
-    str | None,
-    _option(_FORMATS, "Only the cache of both phases: bf16, fp8, fp8:token.", metavar="FORMAT"),
-]
-Prompt = Annotated[
-    int | None,
-    _option(_WORK, "Prompt tokens.", "--input", show_default="8192", metavar="N", min=1),
-]
-Output = Annotated[
-    int | None, _option(_WORK, "Output tokens.", show_default="1000", metavar="N", min=1)
-]
-Trace = Annotated[
-    Path | None,
-    _option(_WORK, "Lengths from a trace of Azure or Mooncake.", metavar="FILE", callback=plain),
-]
-MaxConcurrency = Annotated[
-    int | None, _option(_WORK, "Most requests at once, for the best plan.", metavar="N", min=1)
-]
-MaxTpot = Annotated[
-    float | None,
-    _option(
-        _WORK,
-        "Most ms per output token, for the best plan.",
-        metavar="MS",
-        min=0.0,
-        callback=finite,
-    ),
-]
-PricePerHour = Annotated[
-    float | None,
-    _option(
-        _OUT,
-        "Price of one device, for costs.",
-        metavar="PRICE",
-        min=0.0,
-        callback=finite,
-    ),
-]
-ShowPublished = Annotated[
-    bool,
-    _option(_OUT, "Compare with published figures of Kimi K2.6 and GLM-5.2.", "--published"),
-]
-Export = Annotated[
-    LaunchEngine | None, _option(_OUT, "Print commands of another engine that come closest.")
-]
-Out = Annotated[
-    Path | None,
-    _option(
-        _OUT,
-        "Also write it here, for `bifolio report`.",
-        metavar="DIR",
-        callback=writable_folder,
-    ),
-]
-AsJson = Annotated[bool, _option(_OUT, "Print one JSON object.", "--json")]
+        FORMATS,
+        "PLAN",
+        names="--plan",
+    )
+    prefill: str | None = option(None, "Formats of prefill, where they differ.", FORMATS, "PLAN")
+    decode: str | None = option(None, "Formats of decode, where they differ.", FORMATS, "PLAN")
+    cache: str | None = option(
+        None, "Only the cache of both phases: bf16, fp8, fp8:token.", FORMATS, "FORMAT"
+    )
+    prompt: int | None = option(
+        None, "Prompt tokens.", WORK, "N", names="--input", show_default=f"{_DEFAULT_PROMPT}", min=1
+    )
+    output: int | None = option(
+        None, "Output tokens.", WORK, "N", show_default=f"{_DEFAULT_OUTPUT}", min=1
+    )
+    trace: Path | None = option(
+        None, "Lengths from a trace of Azure or Mooncake.", WORK, "FILE", callback=plain
+    )
+    max_concurrency: int | None = option(
+        None, "Most requests at once, for the best plan.", WORK, "N", min=1
+    )
+    max_tpot: float | None = option(
+        None, "Most ms per output token, for the best plan.", WORK, "MS", min=0.0
+    )
+    price_per_hour: float | None = option(
+        None, "Price of one device, for costs.", OUT, "PRICE", min=0.0
+    )
+    published: bool = option(
+        False, "Compare with published figures of Kimi K2.6 and GLM-5.2.", OUT, names="--published"
+    )
+    export: LaunchEngine | None = option(
+        None, "Print commands of another engine that come closest.", OUT
+    )
+    out: Path | None = option(
+        None, "Also write it here, for `bifolio report`.", OUT, "DIR", callback=writable_folder
+    )
+    as_json: bool = option(False, "Print one JSON object.", OUT, names="--json")
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        """The formats of both phases."""
+        formats = self.formats
+        if self.cache is not None:
+            if formats or self.prefill or self.decode:
+                raise ConfigError(
+                    "--cache stands alone; beside --plan, --prefill or --decode write cache= in "
+                    "them"
+                )
+            formats = f"cache={self.cache}"
+        return PrecisionPlan.parse(formats, self.prefill, self.decode)
+
+    def workload(self, name: str, longest: int) -> tuple[PlannedWorkload, tuple[str, ...]]:
+        """The lengths asked for, and notes; by default 8,192 in, 1,000 out, or what a model holds.
+
+        `longest` is the context of the model `name`.
+        """
+        if self.trace is not None:
+            if self.prompt or self.output:
+                raise ConfigError("--trace brings its own lengths; leave out --input and --output")
+            workload = read_trace(self.trace)
+            beyond = workload.beyond(longest)
+            note = (
+                f"{beyond} requests of the trace exceed the model's context of {longest:,} tokens"
+            )
+            return workload, ((note,) if beyond else ())
+        share = min(1.0, longest / (_DEFAULT_PROMPT + _DEFAULT_OUTPUT))
+        workload = PlannedWorkload.fixed(
+            self.prompt or int(_DEFAULT_PROMPT * share), self.output or int(_DEFAULT_OUTPUT * share)
+        )
+        if workload.longest > longest:
+            raise ConfigError(
+                f"--input and --output make {workload.longest:,} tokens, but the context of "
+                f"{name} is {longest:,}"
+            )
+        return workload, ()
 
 
-def plan(
-    model: Model = None,
-    device: DeviceName = "this",
-    tp: Tp = 1,
-    memory: Memory = None,
-    memory_share: MemoryShare = None,
-    efficiency: Efficiency = 100,
-    formats: Formats = None,
-    prefill: Prefill = None,
-    decode: Decode = None,
-    cache: Cache = None,
-    prompt: Prompt = None,
-    output: Output = None,
-    trace: Trace = None,
-    max_concurrency: MaxConcurrency = None,
-    max_tpot: MaxTpot = None,
-    price_per_hour: PricePerHour = None,
-    published: ShowPublished = False,
-    export: Export = None,
-    out: Out = None,
-    as_json: AsJson = False,
-) -> None:
+@with_options
+def plan(options: PlanOptions) -> None:
     """Compute what fits, how fast it could be, and what it costs.
 
     Reads shapes, never weights. Speeds are ceilings: what bandwidth and
@@ -188,110 +153,61 @@ def plan(
     """
     from bifolio.cli import plan_tables as tables
 
-    if published:
-        from bifolio.lab.plan.published import compare_published
-
+    if options.published:
         comparison = compare_published()
-        _print(tables.published_dict, tables.print_published, comparison, as_json)
+        if options.as_json:
+            _print_json(tables.published_dict(comparison))
+        else:
+            tables.print_published(comparison)
         return
-    if model is None:
+    if options.model is None:
         raise ConfigError("say what to plan for: --model NAME, or --published")
-    from bifolio.cli.plan_model import find_hardware, find_model
-    from bifolio.lab.plan.capacity import MEMORY_SHARE, Deployment
-
-    found, wanted = find_model(model), _precision_plan(formats, prefill, decode, cache)
+    model, formats = find_model(options.model), options.plan
     deployment = Deployment(
-        model=found.spec,
-        stored=found.stored,
-        device=find_hardware(device, memory, efficiency),
-        tp=tp,
-        memory_share=memory_share or MEMORY_SHARE,
-        page_size=wanted.page_size,
+        model=model.spec,
+        stored=model.stored,
+        device=find_hardware(options.device, options.memory, options.efficiency),
+        tp=options.tp,
+        memory_share=options.memory_share or MEMORY_SHARE,
+        page_size=formats.page_size,
     )
-    if export:
-        from bifolio.lab.plan.export import export_plan
-
-        exported = export_plan(export, deployment, wanted, found.launch)
-        _print(tables.export_dict, tables.print_export, exported, as_json)
+    if options.export:
+        exported = export_plan(options.export, deployment, formats, model.launch)
+        if options.as_json:
+            _print_json(msgspec.to_builtins(exported))
+        else:
+            tables.print_export(exported)
         return
-    from bifolio.lab.plan.capacity_report import CapacityReport, Question, answer
-
-    workload, notes = _workload(found, prompt, output, trace)
-    question = Question(
-        name=found.name,
-        deployment=deployment,
-        plan=wanted,
-        workload=workload,
-        price=price_per_hour,
-        most=max_concurrency,
-        slowest=None if max_tpot is None else max_tpot / 1000,
-        notes=(*found.notes, *notes),
+    workload, notes = options.workload(model.name, model.spec.max_position)
+    report = answer(
+        Question(
+            name=model.name,
+            deployment=deployment,
+            plan=formats,
+            workload=workload,
+            price=options.price_per_hour,
+            most=options.max_concurrency,
+            slowest=None if options.max_tpot is None else options.max_tpot / 1000,
+            notes=(*model.notes, *notes),
+        )
     )
-    found_report = answer(question)
-    _print(CapacityReport.as_dict, tables.print_report, found_report, as_json)
-    if out is not None:
-        _write(found_report, out)
+    if options.as_json:
+        _print_json(report.as_dict())
+    else:
+        tables.print_report(report)
+    if options.out is not None:
+        _write(report, options.out)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2))
 
 
 def _write(report: CapacityReport, folder: Path) -> None:
     """One file for each plan, so that a report has several side by side."""
-    import json
-    import re
-
     name = re.sub(r"[^\w.]+", "-", str(report.question.plan)).strip("-")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"plan-{name}.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write the plan to {folder}: {cause_of(error)}") from error
-
-
-def _print(
-    as_dict: Callable[[T], dict[str, Any]], show: Callable[[T], None], shown: T, as_json: bool
-) -> None:
-    if as_json:
-        import json
-
-        print(json.dumps(as_dict(shown), indent=2))
-    else:
-        show(shown)
-
-
-def _precision_plan(
-    formats: str | None, prefill: str | None, decode: str | None, cache: str | None
-) -> PrecisionPlan:
-    from bifolio.formats import PrecisionPlan
-
-    if cache is not None:
-        if formats or prefill or decode:
-            raise ConfigError(
-                "--cache stands alone; beside --plan, --prefill or --decode write cache= in them"
-            )
-        formats = f"cache={cache}"
-    return PrecisionPlan.parse(formats, prefill, decode)
-
-
-def _workload(
-    found: PlannedModel, prompt: int | None, output: int | None, trace: Path | None
-) -> tuple[PlannedWorkload, tuple[str, ...]]:
-    """The lengths asked for; without any, 8,192 in and 1,000 out, or what the model holds."""
-    from bifolio.lab.plan.planned_workload import PlannedWorkload, read_trace
-
-    longest = found.spec.max_position
-    if trace is not None:
-        if prompt or output:
-            raise ConfigError("--trace brings its own lengths; leave out --input and --output")
-        workload = read_trace(trace)
-        beyond = workload.beyond(longest)
-        note = f"{beyond} requests of the trace exceed the model's context of {longest:,} tokens"
-        return workload, ((note,) if beyond else ())
-    share = min(1.0, longest / (_DEFAULT_PROMPT + _DEFAULT_OUTPUT))
-    workload = PlannedWorkload.fixed(
-        prompt or int(_DEFAULT_PROMPT * share), output or int(_DEFAULT_OUTPUT * share)
-    )
-    if workload.longest > longest:
-        raise ConfigError(
-            f"--input and --output make {workload.longest:,} tokens, but the context of "
-            f"{found.name} is {longest:,}"
-        )
-    return workload, ()

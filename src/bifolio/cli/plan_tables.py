@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
+from bifolio.cli.tables import TerminalTable, listed
 from bifolio.formats import PhasePlan
 from bifolio.lab.plan.capacity import Capacity
 from bifolio.lab.plan.capacity_report import CapacityReport
@@ -19,6 +19,7 @@ from bifolio.lab.plan.export import Export
 from bifolio.lab.plan.phases import Choice
 from bifolio.lab.plan.published import Published
 from bifolio.lab.plan.speed import Range
+from bifolio.lab.report.sections import Table
 from bifolio.spec.weights import Kind
 
 
@@ -34,40 +35,44 @@ def print_report(report: CapacityReport) -> None:
         _titled("Cache", _cache_table(report)),
         _titled("Decode ceilings", _decode_table(report)),
         _titled("Prefill ceiling", Text(_prefill_line(report))),
-        _titled("Fastest weights", _ranges_table(report)),
+        _titled("Fastest weights", _fastest(report)),
         _titled("This plan and the cheapest ones, on the workload", _best_table(report)),
-        _titled("Assumptions", _lines(report.assumptions)),
+        _titled("Assumptions", listed(report.assumptions)),
     )
 
 
 def print_published(published: Published) -> None:
     """Predictions beside published values."""
-    capacity = _table("", "published", "predicted", "", "")
-    for row in published.capacity:
-        digits = ",.0f" if row.unit == "tokens" else ",.1f"
-        capacity.add_row(
+    capacity = [
+        (
             row.what,
             f"{row.published:,.0f} {row.unit}",
-            f"{row.predicted:{digits}} {row.unit}",
+            f"{row.predicted:{',.0f' if row.unit == 'tokens' else ',.1f'}} {row.unit}",
             f"{row.error:+.1%}",
             _mark(row.agrees),
         )
-    ratios = _table("", "published", "predicted", "direction")
-    for ratio in published.ratios:
-        ratios.add_row(
-            ratio.what, f"×{ratio.published:.2f}", f"×{ratio.predicted:.2f}", _mark(ratio.agrees)
-        )
-    speed = _table("", "published tokens/s", "ceiling", "reached")
-    for rate in published.speed:
-        speed.add_row(
-            rate.what, f"{rate.published:,.0f}", f"{rate.ceiling:,.0f}", f"{rate.share:.0%}"
-        )
+        for row in published.capacity
+    ]
+    ratios = [
+        (r.what, f"×{r.published:.2f}", f"×{r.predicted:.2f}", _mark(r.agrees))
+        for r in published.ratios
+    ]
+    speed = [
+        (rate.what, f"{rate.published:,.0f}", f"{rate.ceiling:,.0f}", f"{rate.share:.0%}")
+        for rate in published.speed
+    ]
     notes = [f"{ratio.what}: {ratio.note}" for ratio in published.ratios if ratio.note]
     _show(
-        _titled("Capacity, within 3 %", capacity),
-        _titled("What a format does to speed", ratios),
-        _titled("Measured speed beside the ceiling", speed),
-        _titled("Assumptions", _lines([*published.assumptions, *notes])),
+        _titled("Capacity, within 3 %", Table(("", "published", "predicted", "", ""), capacity)),
+        _titled(
+            "What a format does to speed",
+            Table(("", "published", "predicted", "direction"), ratios),
+        ),
+        _titled(
+            "Measured speed beside the ceiling",
+            Table(("", "published tokens/s", "ceiling", "reached"), speed),
+        ),
+        _titled("Assumptions", listed([*published.assumptions, *notes])),
     )
 
 
@@ -87,43 +92,20 @@ def print_export(export: Export) -> None:
     """Commands as they can be pasted, and below them what gets lost."""
     for command in export.commands:
         print(command)
-    _show(_titled(f"What {export.engine} cannot do of this plan", _lines(export.lost)))
-
-
-def export_dict(export: Export) -> dict[str, Any]:
-    """For programs."""
-    return {
-        "engine": export.engine,
-        "commands": list(export.commands),
-        "cannot": list(export.lost),
-    }
+    _show(_titled(f"What {export.engine} cannot do of this plan", listed(export.lost)))
 
 
 def _show(*parts: RenderableType) -> None:
     Console(highlight=False, markup=False).print(Group(*parts))
 
 
-def _titled(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(f"\n{title}", style="bold"), Padding(body, (0, 0, 0, 2)))
+def _titled(title: str, body: RenderableType | Table) -> RenderableType:
+    shown = TerminalTable(body) if isinstance(body, Table) else body
+    return Group(Text(f"\n{title}", style="bold"), Padding(shown, (0, 0, 0, 2)))
 
 
-def _table(*headers: str) -> Table:
-    """A table whose first column is text and whose others are figures."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(headers))
-    for place, header in enumerate(headers):
-        table.add_column(header, justify="left" if place == 0 else "right")
-    return table
-
-
-def _lines(lines: Iterable[str]) -> RenderableType:
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    for line in lines:
-        table.add_row("·", line)
-    return table
-
-
-def _mark(agrees: bool) -> Text:
-    return Text("✓", style="green") if agrees else Text("✗", style="red")
+def _mark(agrees: bool) -> str:
+    return "✓" if agrees else "✗"
 
 
 def _gigabytes(nbytes: float) -> str:
@@ -145,54 +127,59 @@ def _rooms(report: CapacityReport) -> list[tuple[str, Capacity]]:
 
 def _memory_table(report: CapacityReport) -> Table:
     rooms, deployment = _rooms(report), report.question.deployment
-    table = _table("", *(name for name, _ in rooms))
+    rows: list[list[str]] = []
+
+    def row(name: str, sizes: Iterable[float]) -> None:
+        rows.append([name, *map(_gigabytes, sizes)])
+
     for kind in Kind:
-        sizes = [room.weights.get(kind) for _, room in rooms]
+        sizes = [room.weights.get(kind) or 0 for _, room in rooms]
         if any(sizes):
-            name = str(kind).replace("_", " ")
-            table.add_row(name, *(_gigabytes(size or 0) for size in sizes))
-    table.add_row("weights", *(_gigabytes(room.weight_bytes) for _, room in rooms), style="bold")
+            row(str(kind).replace("_", " "), sizes)
+    weights = len(rows)
+    row("weights", (room.weight_bytes for _, room in rooms))
     if deployment.model.moe:
-        table.add_row("  of them in memory", *(_gigabytes(r.resident_bytes) for _, r in rooms))
-        table.add_row("  may be mapped", *(_gigabytes(r.mappable_bytes) for _, r in rooms))
-    table.add_row("cache", *(_gigabytes(room.cache_bytes) for _, room in rooms))
-    rest = deployment.device.memory_bytes - deployment.usable_bytes
-    table.add_row("left free", *([_gigabytes(rest)] * len(rooms)))
-    files = [deployment.checkpoint_bytes(phase) for phase in _phases(report).values()]
-    table.add_row("whole checkpoint", *map(_gigabytes, files), style="dim")
-    return table
+        row("  of them in memory", (room.resident_bytes for _, room in rooms))
+        row("  may be mapped", (room.mappable_bytes for _, room in rooms))
+    row("cache", (room.cache_bytes for _, room in rooms))
+    row("left free", [deployment.device.memory_bytes - deployment.usable_bytes] * len(rooms))
+    row("whole checkpoint", map(deployment.checkpoint_bytes, _phases(report).values()))
+    headers = ("", *(name for name, _ in rooms))
+    return Table(headers, rows, marked=frozenset({weights}), struck=frozenset({len(rows) - 1}))
 
 
 def _cache_table(report: CapacityReport) -> Table:
     rooms, workload = _rooms(report), report.question.workload
-    table = _table("", *(name for name, _ in rooms))
-    table.add_row("format", *(str(room.page.cache) for _, room in rooms))
-    table.add_row("bytes per token", *(f"{room.page.token_bytes:,.0f}" for _, room in rooms))
-    table.add_row("tokens that fit", *(f"{room.tokens:,}" for _, room in rooms), style="bold")
+    rows = [
+        ["format", *(str(room.page.cache) for _, room in rooms)],
+        ["bytes per token", *(f"{room.page.token_bytes:,.0f}" for _, room in rooms)],
+        ["tokens that fit", *(f"{room.tokens:,}" for _, room in rooms)],
+    ]
     for context in sorted({*report.contexts, math.ceil(workload.reserved)}):
         fitting = (f"{room.requests(context):,}" for _, room in rooms)
-        table.add_row(f"requests of {context:,} tokens", *fitting)
-    return table
+        rows.append([f"requests of {context:,} tokens", *fitting])
+    return Table(("", *(name for name, _ in rooms)), rows, marked=frozenset({2}))
 
 
 def _decode_table(report: CapacityReport) -> Table:
-    price = report.question.price
-    headers = ("requests", "tokens/s", "of each", "ms/token", "waits for")
-    table = _table(*headers, *(["cost/M"] if price is not None else []), "")
+    priced = report.question.price is not None
+    rows = []
     for speed in report.decode:
-        cost = [_money(report.cost_at(speed))] if price is not None else []
         last = speed.concurrency == report.requests
-        table.add_row(
-            f"{speed.concurrency:,}",
-            f"{speed.tokens_per_second:,.0f}",
-            f"{1 / speed.seconds:,.1f}",
-            f"{speed.seconds * 1e3:,.2f}",
-            speed.bound,
-            *cost,
-            "full" if last else "" if speed.fits else "too many",
-            style=None if speed.fits else "dim",
+        rows.append(
+            [
+                f"{speed.concurrency:,}",
+                f"{speed.tokens_per_second:,.0f}",
+                f"{1 / speed.seconds:,.1f}",
+                f"{speed.seconds * 1e3:,.2f}",
+                speed.bound,
+                *([_money(report.cost_at(speed))] if priced else []),
+                "full" if last else "" if speed.fits else "too many",
+            ]
         )
-    return table
+    headers = ("requests", "tokens/s", "of each", "ms/token", "waits for")
+    beyond = frozenset(i for i, speed in enumerate(report.decode) if not speed.fits)
+    return Table((*headers, *(["cost/M"] if priced else []), ""), rows, struck=beyond)
 
 
 def _prefill_line(report: CapacityReport) -> str:
@@ -209,11 +196,11 @@ def _money(amount: float | None) -> str:
     return "–" if amount is None else f"{amount:,.3g}"
 
 
-def _ranges_table(report: CapacityReport) -> Table:
-    table = _table("")
-    table.add_row(f"decode, requests at once: {_ranges(report.decode_wins)}")
-    table.add_row(f"prefill, tokens in a step: {_ranges(report.prefill_wins)}")
-    return table
+def _fastest(report: CapacityReport) -> RenderableType:
+    return Text(
+        f"decode, requests at once: {_ranges(report.decode_wins)}\n"
+        f"prefill, tokens in a step: {_ranges(report.prefill_wins)}"
+    )
 
 
 def _ranges(found: Sequence[Range]) -> str:
@@ -229,9 +216,8 @@ def _best_table(report: CapacityReport) -> RenderableType:
     choices = {name: c for name, c in report.choices.items() if c is not None}
     if not choices:
         return Text("no plan serves it on these devices within these limits")
-    table = _table("", *(_CHOICE_NAMES[name] for name in choices))
-    for title, cell in _CHOICE_ROWS:
-        table.add_row(title, *(cell(choice) for choice in choices.values()))
+    rows = [(title, *map(cell, choices.values())) for title, cell in _CHOICE_ROWS]
+    table = TerminalTable(Table(("", *(_CHOICE_NAMES[name] for name in choices)), rows))
     workload = report.question.workload
     lines = [
         f"{workload.mean_prompt:,.0f} tokens in, {workload.mean_output:,.0f} out"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOG_SECONDS = 1.0
-"""Shortest time between two log lines, but that a new stage is told at once."""
+"""Shortest time between two log lines, except that a new stage is reported at once."""
 
 LONG_LOG_SECONDS = 30.0
 """The same of commands that run for minutes or hours; they log as often without news."""

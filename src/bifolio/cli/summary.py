@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
 from bifolio import __version__
 from bifolio.checkpoint.default_sampling import DefaultSampling
 from bifolio.cli.console import bytes_text
+from bifolio.cli.tables import named
 from bifolio.config import ServerConfig, size_text
 from bifolio.engine.messages import EngineInfo
 
@@ -30,7 +29,7 @@ class Summary:
     experts: str
     max_model_len: int
     shortened_from: int
-    """What the model knows, where the cache holds less and nobody asked for a limit; else 0."""
+    """What the model knows, where the cache holds less and no limit was asked for; else 0."""
     cache_bytes_for_all: int
     """Cache memory that what the model knows would take; 0: not known."""
     page_size: int
@@ -89,9 +88,6 @@ class Summary:
             f"all take --cache-memory {size_text(self.cache_bytes_for_all)}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def curl_line(summary: Summary) -> str:
     """A command to paste into a shell."""
@@ -107,12 +103,9 @@ def show(summary: Summary, screen: Console) -> None:
     """Print the summary for people."""
     checks = [
         "pages before and after each step" if summary.integrity else "PAGES NOT CHECKED",
-        "equal beginnings shared" if summary.prefix_cache else "no sharing of equal beginnings",
+        "prefix caching on" if summary.prefix_cache else "prefix caching off",
     ]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in (
+    rows = (
         ("model", summary.model),
         ("plan", summary.plan),
         ("kernels", summary.kernels),
@@ -126,10 +119,9 @@ def show(summary: Summary, screen: Console) -> None:
         ("context", summary.context),
         *((("sampling", summary.sampling),) if summary.sampling else ()),
         ("address", f"{summary.url}/v1"),
-    ):
-        table.add_row(name, value)
+    )
     screen.print(f"bifolio {__version__}, ready after {summary.start_seconds:.1f} s", style="green")
-    screen.print(table, markup=False)
+    screen.print(named(rows))
     screen.print("\nTry (Ctrl-C stops the server):\n")
     screen.print(curl_line(summary), soft_wrap=True, markup=False)
     screen.print()

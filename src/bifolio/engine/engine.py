@@ -313,7 +313,7 @@ def _warn_of_unit_scales(pool: KVPool) -> None:
     if pool.spec.cache.static_scales and pool.scales is None:
         log.warning(
             "the fp8 cache has no calibrated scales, so 1.0 is used",
-            cure="make some with `bifolio calibrate`, or take cache=fp8:token",
+            hint="make some with `bifolio calibrate`, or take cache=fp8:token",
         )
 
 
@@ -329,7 +329,7 @@ def _tell_widened(types: tuple[str, ...]) -> None:
     if changes:
         log.info(
             f"kept as bf16: {'; '.join(changes)}",
-            cure="--plan int8 (or another format) takes less memory",
+            hint="--plan int8 (or another format) takes less memory",
         )
 
 

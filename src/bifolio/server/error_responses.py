@@ -72,11 +72,11 @@ class GenerationError(BifolioError):
         self.code = code
 
     @classmethod
-    def of(cls, output: Output, cure_of_late: str) -> GenerationError:
+    def of(cls, output: Output, hint: str) -> GenerationError:
         """The error that an output reports. Whose time limit has passed the engine cannot say."""
         text = output.error or "the request was ended"
         if output.error_code is ErrorCode.DEADLINE:
-            text += f"; {cure_of_late}"
+            text += f"; {hint}"
         return cls(text, output.error_code or ErrorCode.INTERNAL)
 
 

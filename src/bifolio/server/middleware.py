@@ -163,7 +163,7 @@ class HeadAsGet:
 
 
 class Preflights(CORSMiddleware):
-    """Starlette's, but what is refused is told in the form of the API."""
+    """Starlette's, but refusals have the form of the API's errors."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from bifolio.lab.bench.aiperf import write_run
 from bifolio.lab.bench.comparison import (
@@ -29,21 +31,12 @@ BUSY = 1.0
 """Load average above which a reader should know that the machine had other work."""
 
 
-@dataclass(frozen=True, slots=True)
-class SoloSpeed:
+class SoloSpeed(msgspec.Struct, frozen=True):
     """Tokens a second of one request at a time: of prefill, and of decode."""
 
-    prompt: int
-    prefill: Value | None
-    decode: Value | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            "prompt_tokens": self.prompt,
-            "prefill_tokens_per_second": self.prefill.as_dict() if self.prefill else None,
-            "decode_tokens_per_second": self.decode.as_dict() if self.decode else None,
-        }
+    prompt: int = msgspec.field(name="prompt_tokens")
+    prefill: Value | None = msgspec.field(name="prefill_tokens_per_second")
+    decode: Value | None = msgspec.field(name="decode_tokens_per_second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +109,26 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         """For programs. Times in seconds, rates per second, sizes in bytes."""
         plan = self.plan
-        return {
+        document = {
             "kind": KIND,
             "schema": SCHEMA,
             "valid": not self.invalid,
             "invalid": self.invalid,
             "warnings": self.warnings,
-            "environment": self.environment.as_dict(),
-            "targets": {name: asdict(target) for name, target in self.targets.items()},
+            "environment": self.environment,
+            "targets": self.targets,
             "workload": plan.workload.describe(),
-            "goals": asdict(plan.goals),
+            "goals": plan.goals,
             "seed": plan.seed,
             "price_per_hour": self.price,
             "sweeps": {name: sweep.as_dict() for name, sweep in self.sweeps.items()},
-            "peak_ratios": {n: None if r is None else r.as_dict() for n, r in self.peaks.items()},
-            "alone": {name: found.as_dict() for name, found in self.alone.items()},
+            "peak_ratios": self.peaks,
+            "alone": self.alone,
             "points": [point.as_dict() for point in self.points],
-            "comparisons": [comparison.as_dict() for comparison in self.comparisons],
+            "comparisons": self.comparisons,
             "runs": [run.as_dict() for run in self.runs],
         }
+        return dict(msgspec.to_builtins(document, enc_hook=float))  # numpy's floats
 
     def write(self, folder: Path) -> None:
         """`bench.json`; each run in AIPerf's schema, below `aiperf/` and the time of the start."""

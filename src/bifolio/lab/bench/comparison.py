@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+
+import msgspec
 
 from bifolio.lab.bench.bench_progress import RunProgress
 from bifolio.lab.bench.figures import Figures
@@ -68,9 +69,18 @@ def alternate(
         yield run
 
 
+class FigureRatios(msgspec.Struct, frozen=True):
+    """Ratios of two targets' figures; above 1 the second has more. `cost` is that of a token."""
+
+    output_rate: Ratio | None = msgspec.field(name="output_tokens_per_second", default=None)
+    ttft: Ratio | None = None
+    tpot: Ratio | None = None
+    cost: Ratio | None = msgspec.field(name="cost_per_token", default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadComparison:
-    """`after` against `before` at one load; ratios above 1 say that `after` has more.
+    """`after` against `before` at one load.
 
     `refused` says why the two cannot be compared; then there are no ratios.
     """
@@ -79,52 +89,25 @@ class LoadComparison:
     after: str
     part: str
     load: LoadPoint
-    output_rate: Ratio | None
-    ttft: Ratio | None
-    tpot: Ratio | None
-    refused: str | None = None
-
-    @property
-    def cost(self) -> Ratio | None:
-        """Of a token, at the same price of an hour."""
-        return None if self.output_rate is None else self.output_rate.inverse
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        ratios = {
-            "output_tokens_per_second": self.output_rate,
-            "ttft": self.ttft,
-            "tpot": self.tpot,
-            "cost_per_token": self.cost,
-        }
-        return {
-            "before": self.before,
-            "after": self.after,
-            "part": self.part,
-            "load": self.load.describe(),
-            "refused": self.refused,
-            "ratios": {name: None if r is None else r.as_dict() for name, r in ratios.items()},
-        }
+    refused: str | None
+    ratios: FigureRatios = field(default_factory=FigureRatios)
 
 
 def compare_points(before: Point, after: Point) -> LoadComparison:
     """Two points of the same load, measured alternately."""
     refused = _refused(before, after)
+    names = (before.target, after.target, before.part, before.load)
     if refused is not None:
-        return LoadComparison(
-            before.target, after.target, before.part, before.load, None, None, None, refused
-        )
+        return LoadComparison(*names, refused)
     pairs = list(zip(before.runs, after.runs, strict=True))
-    rates = [[(a.figures.output_rate, b.figures.output_rate)] for a, b in pairs]
-    return LoadComparison(
-        before.target,
-        after.target,
-        before.part,
-        before.load,
-        output_rate=paired_ratio(rates),
+    rates = paired_ratio([[(a.figures.output_rate, b.figures.output_rate)] for a, b in pairs])
+    ratios = FigureRatios(
+        output_rate=rates,
         ttft=paired_ratio([_requests(a, b, lambda r: r.ttft) for a, b in pairs]),
         tpot=paired_ratio([_requests(a, b, lambda r: r.tpot) for a, b in pairs]),
+        cost=None if rates is None else rates.inverse,  # at the same price of an hour
     )
+    return LoadComparison(*names, None, ratios)
 
 
 def compare_peaks(before: Sweep, after: Sweep) -> Ratio | None:

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,10 +34,6 @@ class Environment:
     bf16_operations_per_second: float | None
     load_average: float | None
     """Processes that wanted to run in the minute before: above 0 others were busy."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return asdict(self)
 
 
 def describe_environment(machine: Mapping[str, Any], *, probe: bool) -> Environment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bifolio.lab.bench.bench_progress import ProgressStep, RunProgress
@@ -27,6 +27,13 @@ class LoadPoint:
 
     concurrency: int | None = None
     rate: float | None = None
+    kind: str = field(init=False)
+    """`closed`, `open` or `trace`."""
+
+    def __post_init__(self) -> None:
+        arrivals = "trace" if self.rate is None else "open"
+        kind = arrivals if self.concurrency is None else "closed"
+        object.__setattr__(self, "kind", kind)
 
     @property
     def name(self) -> str:
@@ -34,13 +41,6 @@ class LoadPoint:
         if self.concurrency is not None:
             return f"c{self.concurrency}"
         return "trace" if self.rate is None else f"r{self.rate:g}"
-
-    def describe(self) -> dict[str, Any]:
-        """For reports."""
-        kind = (
-            "closed" if self.concurrency is not None else "trace" if self.rate is None else "open"
-        )
-        return {"kind": kind, "concurrency": self.concurrency, "rate": self.rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Run:
             "label": self.label,
             "target": self.target,
             "part": self.part,
-            "load": self.load.describe(),
+            "load": self.load,
             "repeat": self.repeat,
             "seed": self.seed,
         } | self.figures.as_dict()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,24 +15,14 @@ Pairs = Sequence[tuple[float, float]]
 """(before, after) of things that belong together: the same request, the same repeat."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(msgspec.Struct, frozen=True):
     """after / before. `low` and `high` bound it with 95 % confidence."""
 
-    middle: float
+    middle: float = msgspec.field(name="ratio")
     low: float
     high: float
     repeats: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            "ratio": self.middle,
-            "low": self.low,
-            "high": self.high,
-            "confidence": CONFIDENCE,
-            "repeats": self.repeats,
-        }
+    confidence: float = CONFIDENCE
 
     @property
     def inverse(self) -> Ratio:

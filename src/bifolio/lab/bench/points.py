@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from bifolio.lab.bench.figures import Figures
 from bifolio.lab.bench.load_session import LoadPoint, Run
 
@@ -19,13 +21,12 @@ NEAR = 0.98
 _P = (50, 95, 99)
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(msgspec.Struct, frozen=True):
     """A figure over repeats: the median, and half the range over it."""
 
-    middle: float
-    low: float
-    high: float
+    middle: float = msgspec.field(name="median")
+    low: float = msgspec.field(name="min")
+    high: float = msgspec.field(name="max")
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Value | None:
@@ -37,10 +38,6 @@ class Value:
     def spread(self) -> float:
         """Half the range of the repeats over their median."""
         return (self.high - self.low) / 2 / self.middle if self.middle else 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        """For programs."""
-        return {"median": self.middle, "min": self.low, "max": self.high}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +106,12 @@ class Point:
         return {
             "target": self.target,
             "part": self.part,
-            "load": self.load.describe(),
+            "load": self.load,
             "repeats": len(self.runs),
             "most_running": self.running,
-            "invalid": list(self.invalid),
-            "warnings": list(self.warnings),
-            "figures": {
-                name: None if value is None else value.as_dict()
-                for name, value in self.figures().items()
-            },
+            "invalid": self.invalid,
+            "warnings": self.warnings,
+            "figures": self.figures(),
         }
 
 

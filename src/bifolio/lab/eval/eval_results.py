@@ -7,16 +7,15 @@ plans as spelled and as resolved, kernel sets, digests of prompts, seeds, versio
 from __future__ import annotations
 
 import json
-import math
 import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import tokenizers
 import torch
@@ -83,15 +82,7 @@ def processor() -> str:
 
 def plain(value: Any) -> Any:
     """Dataclasses, tuples and enumerations as JSON has them; null for NaN and infinity."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: plain(part) for name, part in asdict(value).items()}
-    if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=float))  # numpy's floats
 
 
 def item_lines(

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Literal, get_args
+
+import msgspec
 
 from bifolio.errors import ConfigError
 from bifolio.formats import CacheFormat, Number, PhasePlan, PrecisionPlan
 from bifolio.lab.plan.capacity import Deployment
 
-ENGINES = ("sglang", "vllm")
+LaunchEngine = Literal["sglang", "vllm"]
 """Engines that commands can be printed for."""
 
 _PREFILL_PORT, _DECODE_PORT, _ROUTER_PORT = 30000, 30001, 8000
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
+class Export(msgspec.Struct, frozen=True):
     """Shell commands, each to be started in turn, and what gets lost."""
 
     engine: str
     commands: tuple[str, ...]
-    lost: tuple[str, ...]
+    lost: tuple[str, ...] = msgspec.field(name="cannot")
 
 
 def export_plan(engine: str, deployment: Deployment, plan: PrecisionPlan, model: str) -> Export:
@@ -29,8 +31,9 @@ def export_plan(engine: str, deployment: Deployment, plan: PrecisionPlan, model:
     One server where both phases are alike, else a prefill and a decode server; PREFILL_HOST and
     DECODE_HOST stand for their machines. ConfigError names the engines that there are.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"--export {engine}: no such engine; engines: {', '.join(ENGINES)}")
+    engines = get_args(LaunchEngine)
+    if engine not in engines:
+        raise ConfigError(f"--export {engine}: no such engine; engines: {', '.join(engines)}")
     split = plan.prefill != plan.decode
     make = _sglang if engine == "sglang" else _vllm
     commands = make(deployment, plan, model, split)
