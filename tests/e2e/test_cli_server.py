@@ -130,7 +130,8 @@ def test_the_readmes_program_talks_to_it(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
-    program = text.split("```python\n")[1].split("```")[0]
+    blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+    (program,) = [block for block in blocks if "from openai import" in block]
     program = program.replace("http://127.0.0.1:8000", server.url).replace("smollm2-135m", "tiny")
     exec(
         compile(program.replace("temperature=0,", "temperature=0, max_tokens=5,"), "README", "exec")

@@ -631,7 +631,8 @@ def wrong(case: Case, outcome: Outcome) -> str | None:
     if len(text) > MOST_CHARS or text.count("\n") > MOST_LINES:
         return f"{len(text)} characters in {text.count(chr(10))} lines: {text[:3000]}"
     if outcome.code == 2 and not text:
-        return "no word on standard error"
+        # A group without a command shows its help.
+        return None if "Usage" in outcome.stdout else "no word on standard error"
     if control := re.findall(r"[^\n -~\xa0-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]", text):
         return f"control characters {set(control)}: {text!r}"
     if outcome.code == 2 and not _names(case, text):

@@ -39,7 +39,7 @@ INT4 = WeightFormat.parse("int4:g32")
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from bifolio.lab.compress.job import Job, RoundToNearest
+from bifolio.lab.compress.job import CompressionJob, RoundToNearest
 from bifolio.lab.compress.recipe import Recipe
 from bifolio.lab.compress.source_model import SourceModel
 from bifolio.formats import WeightFormat
@@ -55,7 +55,7 @@ def progress(stage, done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 
 work = RoundToNearest(model, recipe)
-Job(model, target, recipe, work, shard_bytes=int(sys.argv[4])).run(progress)
+CompressionJob(model, target, recipe, work, shard_bytes=int(sys.argv[4])).run(progress)
 """
 
 
@@ -76,7 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     source = write_block_fp8(tmp_path / "source")
     compress(source, tmp_path / "whole", "int4:g32", shard_bytes=SHARD)
     killed = tmp_path / "killed"
@@ -233,13 +233,13 @@ def test_a_pattern_that_matches_nothing_is_refused_before_anything_is_written(
         forecast(spec, stored, Recipe(INT4, keep=("*.dwon_proj",)))
 
 
-def test_a_full_disk_ends_with_the_cure_and_the_same_command_goes_on(
+def test_a_full_disk_ends_with_a_hint_and_the_same_command_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_source(tmp_path / "s")
     with monkeypatch.context() as full:
         full.setattr(TensorFile, "put", _no_space)
-        with pytest.raises(ConfigError, match=r"No space left.*the same command goes on"):
+        with pytest.raises(ConfigError, match=r"No space left.*the same command resumes"):
             compress(source, tmp_path / "t", "int8")
     report = compress(source, tmp_path / "t", "int8")
     assert report.file_bytes == sum(
