@@ -237,6 +237,19 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         raise ConfigError(_explain(error)) from error
 
 
+def resolve_engine(options: dict[str, Any]) -> EngineConfig:
+    """The EngineConfig of one engine that computes both phases, from options as of `resolve`.
+
+    `plan` may also be a PrecisionPlan. ConfigError names an unknown key or a wrong value.
+    """
+    _check_keys(options, {*EngineConfig.model_fields, *_PHASE_KEYS})
+    plan = options.get("plan")
+    if not isinstance(plan, PrecisionPlan):
+        return resolve(options).engine
+    engine = resolve(options | {"plan": None}).engine
+    return EngineConfig(**(dict(engine) | {"plan": plan}))
+
+
 _POOL_KEYS = ("pools", "transport", "on_worker_loss", "tls")
 _PHASE_KEYS = ("plan", "prefill", "decode")
 _KEYS = {*EngineConfig.model_fields, *ServerConfig.model_fields, *_POOL_KEYS, *_PHASE_KEYS}

@@ -24,7 +24,7 @@ from bifolio.checkpoint.default_sampling import DefaultSampling
 from bifolio.checkpoint.source import ModelSource, resolve_source
 from bifolio.cli.fit import check_fit
 from bifolio.cli.listen import bind, is_local, listen, raise_open_files, refused, url_of
-from bifolio.cli.progress import Bars, LogLines, Reporter
+from bifolio.cli.progress import LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import ServerConfig, size_text
 from bifolio.engine.messages import Loading
@@ -33,6 +33,7 @@ from bifolio.machine import read_limits
 from bifolio.process import logs
 from bifolio.process.client import AsyncEngine
 from bifolio.process.supervisor import EngineSupervisor
+from bifolio.progress_bars import Bars
 from bifolio.text.tokenizer import Tokenizer
 from bifolio.text.tokenizer_files import load_tokenizer
 
