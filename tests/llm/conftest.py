@@ -10,9 +10,7 @@ import pytest
 
 from bifolio import LLM
 from support.tiny import IM_END, tiny_config, write_model
-
-RECOMMENDED = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
-OPTIONS = {"plan": "bf16/bf16", "threads": 1, "cache_memory": "2MiB", "max_model_len": 256}
+from support.tiny_llm import OPTIONS, RECOMMENDED
 
 
 @pytest.fixture(scope="session")

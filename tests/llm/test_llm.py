@@ -22,9 +22,9 @@ from bifolio import (
 )
 from bifolio.checkpoint.source import ModelSource
 from bifolio.engine import engine as engine_module
-from llm.conftest import OPTIONS, RECOMMENDED
 from support.faults import VICTIM_SEED, CacheFault, tamper_with
 from support.tiny import IM_END
+from support.tiny_llm import OPTIONS, RECOMMENDED
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = ["the river", "a", "the capital of the country is in the north " * 3, "sea"]
