@@ -1,4 +1,4 @@
-"""The examples in the docstrings and in docs/python.md give what they say, on the tiny model."""
+"""The examples in the docstrings give what they say, on the tiny model."""
 
 from __future__ import annotations
 
