@@ -53,12 +53,13 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 def test_every_field_of_token_ids_is_held_to_the_vocabulary(token: int) -> None:
     for sampling, param in (
         (SamplingParams(logit_bias={token: 1.0}), "logit_bias"),
-        (SamplingParams(stop_ids=(1, token)), "stop_token_ids"),
+        (SamplingParams(stop_token_ids=(1, token)), "stop_token_ids"),
     ):
         with pytest.raises(RequestError, match=f"token id {token}") as refused:
             sampling.check(VOCAB)
         assert refused.value.param == param
-    SamplingParams(logit_bias={0: -100.0, VOCAB - 1: 100.0}, stop_ids=(0, VOCAB - 1)).check(VOCAB)
+    inside = SamplingParams(logit_bias={0: -100.0, VOCAB - 1: 100.0}, stop_token_ids=(0, VOCAB - 1))
+    inside.check(VOCAB)
 
 
 def test_a_logit_bias_is_bounded() -> None:

@@ -436,6 +436,19 @@ def resolve(options: dict[str, Any], file: Path | None = None) -> ServerConfig:
         raise ConfigError(_explain(error)) from error
 
 
+def resolve_engine(options: dict[str, Any]) -> EngineConfig:
+    """The EngineConfig of one engine that computes both phases, from options as of `resolve`.
+
+    `plan` may also be a PrecisionPlan. ConfigError names an unknown key or a wrong value.
+    """
+    _check_keys(options, {*EngineConfig.model_fields, *PlanSettings.model_fields} - {"pools"})
+    plan = options.get("plan")
+    if not isinstance(plan, PrecisionPlan):
+        return resolve(options).engine
+    engine = resolve(options | {"plan": None}).engine
+    return EngineConfig(**(dict(engine) | {"plan": plan}))
+
+
 def _settings(model: type[BaseModel]) -> Iterator[tuple[str, tuple[Setting, FieldInfo]]]:
     for key, info in model.model_fields.items():
         extra: Any = info.json_schema_extra

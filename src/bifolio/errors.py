@@ -6,6 +6,7 @@
     │   └── PairError        two workers cannot hand requests to each other
     ├── CheckpointError      a model's files are incomplete, damaged or contradictory
     ├── RequestError         one request is wrong (HTTP 400); names the parameter
+    ├── GenerationError      the engine ended a request; `code` says why
     ├── OverloadedError      come back later (HTTP 429)
     ├── IntegrityError       a cache page is not what its request wrote (ends that request)
     └── EngineDeadError      the engine process is gone (HTTP 503)
@@ -42,6 +43,14 @@ class RequestError(BifolioError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+class GenerationError(BifolioError):
+    """The engine ended a request with an error. `code` is a `bifolio.request.ErrorCode`."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
         self.code = code
 
 

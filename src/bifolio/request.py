@@ -57,6 +57,7 @@ class Bounds(NamedTuple):
 
 
 BOUNDS: Final = {
+    "n": Bounds(1, 128),
     "max_tokens": Bounds(1),
     "min_tokens": Bounds(0),
     "temperature": Bounds(0.0, 100.0),
@@ -78,14 +79,23 @@ DEFAULTED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen and when to stop. All ids are checked against the vocabulary.
+    """How tokens are chosen and when to stop. All ids are checked against the vocabulary.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 are off; top_p 0 leaves the most likely
-    token alone. The front end draws a `seed` where none is asked for, so that the engine is
-    deterministic. `logprobs` is the number of alternatives
-    reported beside the chosen token (None: no logprobs); `prompt_logprobs` the same for the prompt.
+    temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 are off; top_p 0 leaves the most
+    likely token alone. `logprobs` is the number of alternatives reported beside the chosen token
+    (None: no logprobs); `prompt_logprobs` the same for the prompt. The model's end tokens stop a
+    sequence unless `ignore_eos`; `stop_token_ids` are added to them.
+
+    `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are applied by the front
+    end, which also draws a `seed` where it is None (or -1); see `text.answer_text`. An engine
+    ignores these four and takes a seed of None as 0, so it is deterministic.
+
+    Example:
+        >>> SamplingParams(temperature=0.7, max_tokens=64, stop=("\\n",), seed=1).seed
+        1
     """
 
+    n: int = 1
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -96,11 +106,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    seed: int = 0
+    seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    stop_ids: tuple[int, ...] = ()
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def check(self, vocab: int) -> None:
         """Raise RequestError naming the first parameter out of range."""
@@ -113,7 +126,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in self.logit_bias.items():
             _check("logit_bias", token, ids, "token id")
             _check("logit_bias", bias, BOUNDS["logit_bias"])
-        for token in self.stop_ids:
+        for token in self.stop_token_ids:
             _check("stop_token_ids", token, ids, "token id")
 
 

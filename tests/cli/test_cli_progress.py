@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bifolio.cli.console import bytes_text
-from bifolio.cli.progress import Bars, LogLines, Pace, reporter, time_text
+from bifolio.cli.progress import LogLines, reporter
+from bifolio.progress_bars import Bars, Pace, time_text
 
 
 def test_log_lines_come_at_most_once_a_second_a_new_stage_at_once_and_the_last_news() -> None:

@@ -166,7 +166,7 @@ async def test_the_models_own_sampling_counts_where_a_request_leaves_a_field_out
         sampled = choices(await server.post("/v1/completions", **body, temperature=1))[0]
         assert sampled["text"] == PROMPT[5:21]
     for kind, fields in ((CompletionBody, {"prompt": "a"}), (ChatBody, {"messages": [{}]})):
-        ask = {"max_tokens": 1, "logprobs": None, "stop_ids": frozenset()}
+        ask = {"max_tokens": 1, "logprobs": None}
         left_out = kind(**fields).sampling(recommended, **ask)
         assert (left_out.temperature, left_out.top_k, left_out.repetition_penalty) == (0, 3, 1.5)
         sent = kind(**fields, temperature=0.5, top_k=-1, repetition_penalty=1.0)

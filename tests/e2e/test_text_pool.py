@@ -10,8 +10,9 @@ from starlette.requests import Request
 
 from bifolio.errors import ConfigError, OverloadedError, RequestError
 from bifolio.server.app import BodyReader
-from bifolio.server.prepare import MAX_VALUES, BodyRoute, TextLimits, prepare
+from bifolio.server.prepare import BodyRoute, prepare
 from bifolio.server.text_pool import LARGE_BYTES, TextPool
+from bifolio.text.prompt_ids import MAX_VALUES, TextLimits
 from bifolio.text.tokenizer_files import load_text_side
 from support.tiny import write_tokenizer
 

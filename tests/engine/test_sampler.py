@@ -25,7 +25,7 @@ RULES: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.0, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}},
-    {"temperature": 0.9, "min_tokens": 5, "stop_ids": (4, 60), "max_tokens": 9},
+    {"temperature": 0.9, "min_tokens": 5, "stop_token_ids": (4, 60), "max_tokens": 9},
 ]
 
 

@@ -78,7 +78,7 @@ wishes = st.builds(
             "min_tokens": st.integers(0, 3),
             "seed": st.integers(0, 1),
             "ignore_eos": st.booleans(),
-            "stop_ids": st.sampled_from([(), (5,)]),
+            "stop_token_ids": st.sampled_from([(), (5,)]),
             "logprobs": st.sampled_from([None, 1]),
             "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         }

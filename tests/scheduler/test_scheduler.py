@@ -361,10 +361,10 @@ def test_the_wait_asked_for_follows_the_pace_at_which_requests_end() -> None:
     ("sampling", "sampled", "given", "stop_id"),
     [
         ({}, [1, 2, 0, 3], [1, 2, 0], 0),
-        ({"stop_ids": (2,)}, [1, 2, 0], [1, 2], 2),
+        ({"stop_token_ids": (2,)}, [1, 2, 0], [1, 2], 2),
         ({"ignore_eos": True}, [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0], None),
-        ({"ignore_eos": True, "stop_ids": (0,)}, [1, 0], [1, 0], 0),
-        ({"stop_ids": (2,), "min_tokens": 2}, [2, 0, 2], [2, 0, 2], 2),
+        ({"ignore_eos": True, "stop_token_ids": (0,)}, [1, 0], [1, 0], 0),
+        ({"stop_token_ids": (2,), "min_tokens": 2}, [2, 0, 2], [2, 0, 2], 2),
         ({"min_tokens": 5}, [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0], None),
         ({}, [1, 2, 3, 4, 0], [1, 2, 3, 4, 0], 0),
         ({}, [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], None),

@@ -89,7 +89,7 @@ def ending_with_first():
     token = first_token(request())
     return [
         (request(max_tokens=1), FinishReason.LENGTH, None, MODEL),
-        (request(stop_ids=(token,)), FinishReason.STOP, token, MODEL),
+        (request(stop_token_ids=(token,)), FinishReason.STOP, token, MODEL),
     ]
 
 

@@ -16,7 +16,6 @@ from bifolio.server.request_bodies import (
     _UNSUPPORTED,
     MAX_CHOICES,
     MAX_IDS,
-    MAX_N,
     MAX_SALT_CHARS,
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -279,7 +278,7 @@ def _at_bounds(name: str) -> list[Any]:
         return values
     texts = ["a", "", "a" * MAX_STOP_CHARS, "a" * (MAX_STOP_CHARS + 1), "<|im_end|>", "\ud800"]
     return {
-        "n": [0, 1, 2, MAX_N, MAX_N + 1, 1.0, 1.5],
+        "n": [0, 1, 2, 128, 129, 1.0, 1.5],
         "best_of": [0, 1, 2, True],
         "stop": [*texts, [], [""], ["a"] * MAX_STOPS, ["a"] * (MAX_STOPS + 1), texts],
         "stop_token_ids": [[], [0], [-1], [319], [320], [2**64], [5.0], [3] * (MAX_IDS + 1)],

@@ -117,7 +117,9 @@ class Oracle:
     def _output(self, request: Request, outputs: list[int], result: RowResult) -> Output:
         token, sampling = result.token, request.sampling
         assert token is not None
-        stops = set(sampling.stop_ids) | set(() if sampling.ignore_eos else self.hello.stop_ids)
+        stops = set(sampling.stop_token_ids) | set(
+            () if sampling.ignore_eos else self.hello.stop_ids
+        )
         stopped = token in stops and len(outputs) >= sampling.min_tokens
         outputs.append(token)
         output = Output(id=request.id, tokens=[token])

@@ -51,9 +51,9 @@ class ScriptedModel:
 
     def next_token(self, total: int, sampling: SamplingParams, generated: int) -> int:
         """The token that follows, given the sum of the numbers at all positions."""
-        token = mix(total, sampling.seed, generated) % self.vocab
+        token = mix(total, sampling.seed or 0, generated) % self.vocab
         if generated < sampling.min_tokens:
-            masked = self.stop_ids | set(sampling.stop_ids)
+            masked = self.stop_ids | set(sampling.stop_token_ids)
             while token in masked:
                 token = (token + 1) % self.vocab
         return token
@@ -66,7 +66,7 @@ class ScriptedModel:
     def expected_answer(self, request: Request) -> list[int]:
         """The tokens that an undisturbed engine generates, a stop token included."""
         sampling = request.sampling
-        stop = set(sampling.stop_ids) | (set() if sampling.ignore_eos else self.stop_ids)
+        stop = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.stop_ids)
         history, prompt_len = list(request.prompt_ids), len(request.prompt_ids)
         slots = self.slots(history, prompt_len)
         total = sum(slots)

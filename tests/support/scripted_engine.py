@@ -67,7 +67,7 @@ class _Running:
         self.emitted = 0
         self.cached = cached
         prompt, sampling = request.prompt_ids, request.sampling
-        shift = sampling.seed % len(prompt) if sampling.temperature > 0 else 0
+        shift = (sampling.seed or 0) % len(prompt) if sampling.temperature > 0 else 0
         self.reply = prompt[shift:] + prompt[:shift]
 
 
@@ -195,7 +195,7 @@ class ScriptedEngine:
         output.tokens = [token]
         if sampling.logprobs is not None:
             output.logprobs = [self._logprobs(token, sampling.logprobs)]
-        if over or (token in sampling.stop_ids and sequence.emitted > sampling.min_tokens):
+        if over or (token in sampling.stop_token_ids and sequence.emitted > sampling.min_tokens):
             output.finish, output.stop_id = FinishReason.STOP, token
         elif sequence.emitted >= sampling.max_tokens or (
             len(request.prompt_ids) + sequence.emitted >= self._script.max_model_len

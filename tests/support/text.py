@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from bifolio.server.prepare import BodyRoute, Prepared, TextLimits, prepare
+from bifolio.server.prepare import BodyRoute, Prepared, prepare
 from bifolio.text.chat_template import ChatTemplate, TemplateSource
+from bifolio.text.prompt_ids import TextLimits
 from bifolio.text.tokenizer import Tokenizer
 from bifolio.text.tokenizer_files import TextTools, compile_template
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bifolio.errors import RequestError
-from bifolio.server.chat_messages import read_messages
+from bifolio.text.chat_messages import read_messages
 from support.text import CHATML, byte_tokenizer, chatml
 
 TOKENIZER = byte_tokenizer()

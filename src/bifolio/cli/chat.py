@@ -133,7 +133,7 @@ def _starting() -> Iterator[Callable[[Event], None]]:
     from rich.console import Console
 
     from bifolio.cli.child_server import ignore
-    from bifolio.cli.progress import Bars
+    from bifolio.progress_bars import Bars
 
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from bifolio.checkpoint.default_sampling import DefaultSampling
 from bifolio.checkpoint.source import ModelSource, resolve_source
-from bifolio.cli.progress import Bars, LogLines, Reporter
+from bifolio.cli.progress import LogLines, Reporter
 from bifolio.cli.summary import Summary, show
 from bifolio.config import EngineConfig, ServerConfig, size_text
 from bifolio.engine.messages import Loading
@@ -35,6 +35,7 @@ from bifolio.machine import MachineLimits, read_limits
 from bifolio.process import logs
 from bifolio.process.client import AsyncEngine
 from bifolio.process.supervisor import EngineSupervisor
+from bifolio.progress_bars import Bars
 from bifolio.text.tokenizer import Tokenizer
 from bifolio.text.tokenizer_files import load_tokenizer
 

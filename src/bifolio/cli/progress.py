@@ -6,23 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Column
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from bifolio.progress_bars import Bars, Pace
 
 LOG_SECONDS = 1.0
 """Shortest time between two log lines, except that a new stage is reported at once."""
@@ -62,95 +52,12 @@ class Reporter(Protocol):
     ) -> None: ...
 
 
-class Pace:
-    """Estimates the time left of stages whose units take about the same time each."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._first: dict[str, tuple[float, int]] = {}
-        """When each stage was first seen, and the units that were done by then."""
-        self._done: dict[str, int] = {}
-
-    def seconds_left(self, stage: str, done: int, total: int) -> float | None:
-        """None before a unit is done, and where the total is not known."""
-        now = self._clock()
-        if done < self._done.get(stage, 0):
-            del self._first[stage]  # it has begun again
-        self._done[stage] = done
-        began, before = self._first.setdefault(stage, (now, done))
-        if done == before or total <= 0:
-            return None
-        return max(0, total - done) * (now - began) / (done - before)
-
-
-class Bars:
-    """A bar per stage on a terminal, gone at the end."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bars = Progress(
-            TextColumn(
-                "{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)
-            ),
-            BarColumn(bar_width=20),
-            TaskProgressColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
-            console=console,
-            transient=True,
-            redirect_stdout=False,  # results may go to a file
-        )
-        self._pace = Pace(clock)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bars.stop()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """See `Reporter.paused`."""
-        self._bars.stop()
-        try:
-            yield
-        finally:
-            self._bars.start()
-
-    def __call__(
-        self,
-        stage: str,
-        done: int,
-        total: int,
-        *,
-        detail: str = "",
-        seconds_left: float | None = None,
-    ) -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=None, left="")
-        if seconds_left is None:
-            seconds_left = self._pace.seconds_left(stage, done, total)
-        self._bars.update(
-            self._tasks[stage],
-            completed=done,
-            total=total or None,
-            description=detail or stage,
-            left="" if seconds_left is None else f"{time_text(seconds_left)} left",
-        )
-
-
 class LogLines:
     """An event `progress` with `stage`, `done` and `total`, at most every `seconds`.
 
     `detail` and `seconds_left`, whole seconds, are in it where they are known. The last news are
     written at the end, if they have not been. With `steady` a line comes every `seconds` even
-    without news, so that nobody takes a long step for a standstill.
+    without news, so that a long step does not look like a standstill.
     """
 
     def __init__(
@@ -192,7 +99,7 @@ class LogLines:
             self._write()
 
     def paused(self) -> AbstractContextManager[None]:
-        """See `Reporter.paused`: lines disturb nobody."""
+        """See `Reporter.paused`: lines need no pause."""
         return nullcontext()
 
     def __call__(
@@ -250,13 +157,3 @@ def reporter(level: str = "warning") -> Reporter:
     logging.getLogger("bifolio.progress").setLevel(logging.INFO)
     log = structlog.get_logger("bifolio.progress")
     return LogLines(log.info, seconds=LONG_LOG_SECONDS, steady=True)
-
-
-def time_text(seconds: float) -> str:
-    """`40 s`, `12 min`, `1 h 20 min`."""
-    if seconds < 59.5:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"

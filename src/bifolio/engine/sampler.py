@@ -122,7 +122,7 @@ class Sampler:
         # A penalty below 1 lifts what is negative, the place of a hole in the prompt too.
         masked = self._tokens.holes if sampling.repetition_penalty < 1.0 else ()
         if position < sampling.min_tokens:
-            masked += sampling.stop_ids
+            masked += sampling.stop_token_ids
             masked += () if sampling.ignore_eos else self._stop_ids
         return masked
 

@@ -70,7 +70,7 @@ class NativeSampling:
                     d.sampling.temperature,
                     d.sampling.top_p,
                     d.sampling.min_p,
-                    uniform(d.sampling.seed, d.position),
+                    uniform(d.sampling.seed or 0, d.position),
                     d.sampling.top_k,
                 )
                 for d in draws

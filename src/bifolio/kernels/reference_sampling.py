@@ -87,7 +87,7 @@ class ReferenceSampling:
             enough = cumulative_v >= sampling.top_p * cumulative_v[-1]
             keep = int(enough.nonzero()[0]) + 1
             cumulative_v = cumulative_v[:keep]
-        target = uniform(sampling.seed, draw.position) * float(cumulative_v[-1])
+        target = uniform(sampling.seed or 0, draw.position) * float(cumulative_v[-1])
         place = int(torch.searchsorted(cumulative_v, target, right=True))
         return int(order_v[min(place, keep - 1)])
 

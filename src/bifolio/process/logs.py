@@ -23,6 +23,24 @@ class _StandardError(logging.Handler):
             self.handleError(record)
 
 
+def configure_library(level: str) -> None:
+    """Hand structlog's records of `level` and above to the logging of the program that imports us.
+
+    Nothing is changed that the program has set up: neither its handlers nor its structlog.
+    """
+    logging.getLogger("bifolio").setLevel(level.upper())
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+            ],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
+
+
 def configure(level: str, *, for_people: bool | None = None) -> None:
     """Send structlog's and the standard library's records of `level` and above to stderr.
 

@@ -83,7 +83,7 @@ class Scheduler(SchedulerState):
         self._join(self._sequence(request, token_ids))
 
     def _sequence(self, request: Request, token_ids: array[int]) -> Sequence:
-        stop_ids = frozenset(request.sampling.stop_ids)
+        stop_ids = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             stop_ids |= self._stop_ids
         self._arrivals += 1

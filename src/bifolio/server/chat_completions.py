@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bifolio.server.envelope import DONE, Envelope
-from bifolio.server.generation import AnswerPiece, Generation, collect, paced
+from bifolio.server.generation import Generation, collect, paced
 from bifolio.server.middleware import answer_id
 from bifolio.server.prepare import BodyRoute, Prepared
 from bifolio.server.request_bodies import ChatBody
 from bifolio.server.service import Service, session_of, tenant_of
 from bifolio.server.streams import EventStream, while_connected
+from bifolio.text.answer_text import AnswerPiece
+from bifolio.text.prompt_ids import answer_length
 from bifolio.text.tokenizer import Tokenizer
 
 
@@ -27,7 +29,9 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
     prompt = prepared.prompts[0].ids
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = getattr(body, param)
-    max_tokens = service.answer_length(prompt, wanted, "messages", param)
+    max_tokens = answer_length(
+        prompt, wanted, service.tokenizer, service.limits, prompt_param="messages", param=param
+    )
     envelope = Envelope(
         answer_id(request, "chatcmpl"),
         "chat.completion",
@@ -39,7 +43,6 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
         service.default_sampling,
         max_tokens=max_tokens,
         logprobs=body.top,
-        stop_ids=service.end_ids,
     )
     generation = Generation(
         request_id=envelope.id,
@@ -49,6 +52,7 @@ async def chat(service: Service, prepared: Prepared, request: Request) -> Respon
         body=body,
         prompts=[prompt],
         sampling=[sampling],
+        end_ids=service.end_ids,
         session=session_of(request.headers),
         tenant=tenant_of(request),
         share_cache=service.config.share_prefix_cache,
@@ -81,7 +85,7 @@ async def _choice(
             "refusal": None,
         },
         "logprobs": {"content": content, "refusal": None} if has_logprobs else None,
-        "finish_reason": pieces[-1].finish,
+        "finish_reason": pieces[-1].finish_reason,
         "stop_reason": pieces[-1].stop_reason,
     }
 
@@ -99,9 +103,9 @@ async def _events(
             if piece.is_admission:
                 yield b""  # the headers
                 continue
-            index = b'{"index":%d,"delta":' % piece.choice
-            if piece.choice not in started:
-                started.add(piece.choice)
+            index = b'{"index":%d,"delta":' % piece.index
+            if piece.index not in started:
+                started.add(piece.index)
                 delta = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 yield envelope.event(index + delta, usage)
             if body.continuous_usage:
@@ -117,9 +121,9 @@ async def _events(
                     ),
                     usage,
                 )
-            if piece.finish is not None:
+            if piece.finish_reason is not None:
                 end = b'{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (
-                    orjson.dumps(piece.finish),
+                    orjson.dumps(piece.finish_reason),
                     orjson.dumps(piece.stop_reason),
                 )
                 yield envelope.event(index + end, usage)
@@ -135,7 +139,7 @@ def _entries(tokenizer: Tokenizer, piece: AnswerPiece) -> list[dict[str, Any]] |
     return [
         _entry(tokenizer, token, found.logprob)
         | {"top_logprobs": [_entry(tokenizer, other, value) for other, value in found.top]}
-        for token, found in zip(piece.tokens, piece.logprobs, strict=True)
+        for token, found in zip(piece.token_ids, piece.logprobs, strict=True)
     ]
 
 

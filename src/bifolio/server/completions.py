@@ -14,12 +14,14 @@ from starlette.responses import Response
 
 from bifolio.request import FinishReason, TokenLogprobs
 from bifolio.server.envelope import DONE, Envelope
-from bifolio.server.generation import PACE, AnswerPiece, Generation, Usage, collect, paced
+from bifolio.server.generation import PACE, Generation, Usage, collect, paced
 from bifolio.server.middleware import answer_id
 from bifolio.server.prepare import BodyRoute, EncodedPrompt, Prepared
 from bifolio.server.request_bodies import CompletionBody
 from bifolio.server.service import Service, session_of, tenant_of
 from bifolio.server.streams import EventStream, while_connected
+from bifolio.text.answer_text import AnswerPiece
+from bifolio.text.prompt_ids import answer_length
 from bifolio.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -50,15 +52,18 @@ class _Answer:
         self._body = body
         self._tokenizer = service.tokenizer
         self._echo = bool(body.echo)
-        self._n = body.choices
+        self._n = body.n or 1
         self._wants_logprobs = body.logprobs is not None
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         # Nothing but the prompt is asked for: the engine makes one token, and we drop it.
         self._prompt_only = self._echo and wanted == 0
         sampling = []
         for prompt in prompts:
-            length = service.answer_length(
-                prompt.ids, 1 if self._prompt_only else wanted, "prompt", "max_tokens"
+            length = answer_length(
+                prompt.ids,
+                1 if self._prompt_only else wanted,
+                service.tokenizer,
+                service.limits,
             )
             sampling.append(
                 body.sampling(
@@ -66,7 +71,6 @@ class _Answer:
                     max_tokens=length,
                     logprobs=body.logprobs,
                     prompt_logprobs=body.logprobs if self._echo else None,
-                    stop_ids=service.end_ids,
                 )
             )
         self._envelope = Envelope(
@@ -80,6 +84,7 @@ class _Answer:
             body=body,
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
+            end_ids=service.end_ids,
             session=session_of(request.headers),
             tenant=tenant_of(request),
             share_cache=service.config.share_prefix_cache,
@@ -102,14 +107,14 @@ class _Answer:
             texts = [choice.prompt_text] if self._echo else []
             blocks = [await self._prompt_logprobs(choice, pieces)] if self._echo else []
             async for piece in paced(pieces):
-                blocks.append(choice.logprobs(piece.tokens, piece.logprobs))
+                blocks.append(choice.logprobs(piece.token_ids, piece.logprobs))
                 texts.append(piece.text)
             choices.append(
                 {
                     "index": choice.index,
                     "text": "".join(texts),
                     "logprobs": _joined(blocks) if self._wants_logprobs else None,
-                    "finish_reason": pieces[-1].finish,
+                    "finish_reason": pieces[-1].finish_reason,
                     "stop_reason": pieces[-1].stop_reason,
                 }
             )
@@ -124,22 +129,22 @@ class _Answer:
                 if piece.is_admission:
                     yield b""  # the headers
                     continue
-                choice = self._choices[piece.choice]
+                choice = self._choices[piece.index]
                 text = piece.text
                 blocks = []
                 if self._echo and not choice.echoed:
                     # Log probabilities of a long prompt come over several steps, before any token.
-                    early = pending.setdefault(piece.choice, [])
+                    early = pending.setdefault(piece.index, [])
                     early.append(piece)
-                    if not piece.tokens and piece.finish is None:
+                    if not piece.token_ids and piece.finish_reason is None:
                         continue
                     choice.echoed = True
                     text = choice.prompt_text + text
-                    blocks.append(await self._prompt_logprobs(choice, pending.pop(piece.choice)))
-                blocks.append(choice.logprobs(piece.tokens, piece.logprobs))
+                    blocks.append(await self._prompt_logprobs(choice, pending.pop(piece.index)))
+                blocks.append(choice.logprobs(piece.token_ids, piece.logprobs))
                 if self._body.continuous_usage:
                     usage = orjson.dumps(self._usage.body())
-                if text or piece.finish is not None or self._wants_logprobs:
+                if text or piece.finish_reason is not None or self._wants_logprobs:
                     logprobs = orjson.dumps(_joined(blocks)) if self._wants_logprobs else b"null"
                     yield self._envelope.event(_chunk(piece, text, logprobs), usage)
         if self._body.include_usage:
@@ -158,9 +163,9 @@ class _Answer:
             async for piece in pieces:
                 if self._prompt_only:
                     logprobs = None if piece.logprobs is None else ()
-                    end = None if piece.finish is None else FinishReason.LENGTH.value
+                    end = None if piece.finish_reason is None else FinishReason.LENGTH.value
                     piece = AnswerPiece(  # noqa: PLW2901
-                        piece.choice, "", (), logprobs, piece.prompt_logprobs, end
+                        piece.index, "", (), logprobs, piece.prompt_logprobs, end
                     )
                 yield piece
 
@@ -172,15 +177,15 @@ class _Answer:
 
 
 def _chunk(piece: AnswerPiece, text: str, logprobs: bytes) -> bytes:
-    if piece.finish is None:
+    if piece.finish_reason is None:
         end = b'"finish_reason":null}'
     else:
         end = b'"finish_reason":%b,"stop_reason":%b}' % (
-            orjson.dumps(piece.finish),
+            orjson.dumps(piece.finish_reason),
             orjson.dumps(piece.stop_reason),
         )
     return b'{"index":%d,"text":%b,"logprobs":%b,%b' % (
-        piece.choice,
+        piece.index,
         orjson.dumps(text),
         logprobs,
         end,

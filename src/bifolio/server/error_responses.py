@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 import orjson
 from starlette.responses import Response
 
-from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, RequestError
-from bifolio.request import ErrorCode, Output
+from bifolio.errors import (
+    BifolioError,
+    EngineDeadError,
+    GenerationError,
+    OverloadedError,
+    RequestError,
+)
+from bifolio.request import ErrorCode
 from bifolio.wording import cut
 
 MOST_CHARS = 1000
@@ -62,22 +68,6 @@ class ErrorResponse(NamedTuple):
 
 
 MODEL_NOT_FOUND = "model_not_found"
-
-
-class GenerationError(BifolioError):
-    """The engine ended a request with an error; `code` says which."""
-
-    def __init__(self, message: str, code: ErrorCode) -> None:
-        super().__init__(message)
-        self.code = code
-
-    @classmethod
-    def of(cls, output: Output, hint: str) -> GenerationError:
-        """The error that an output reports. Whose time limit has passed the engine cannot say."""
-        text = output.error or "the request was ended"
-        if output.error_code is ErrorCode.DEADLINE:
-            text += f"; {hint}"
-        return cls(text, output.error_code or ErrorCode.INTERNAL)
 
 
 def failure_of(error: Exception) -> ErrorResponse:

@@ -5,47 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import msgspec
 
 from bifolio.errors import RequestError
 from bifolio.process.client import EngineClient
-from bifolio.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from bifolio.server.error_responses import GenerationError, failure_of
-from bifolio.server.request_bodies import MAX_CHOICES, GenerationBody, TimeLimit, choice_seed
+from bifolio.request import FinishReason, Request, SamplingParams
+from bifolio.server.error_responses import failure_of
+from bifolio.server.request_bodies import MAX_CHOICES, GenerationBody, TimeLimit
 from bifolio.server.server_metrics import ServerMetrics
-from bifolio.text.detokenizer import Detokenizer
+from bifolio.text.answer_text import AnswerPiece, AnswerText, generation_error, sequence_params
 from bifolio.text.tokenizer import Tokenizer
 
 _serials = itertools.count()
 """Numbers in the engine's names of requests: ids that clients choose need not be unique."""
-
-
-class AnswerPiece(NamedTuple):
-    """News of one answer. `logprobs` belong to `tokens`, one for each, also to those of a stop.
-
-    The first says nothing but that the engine has put the request in line (`is_admission`).
-
-    `finish` is `stop` or `length`; `stop_reason` the stop string, or the id of a stop token that
-    the request named, else None.
-    """
-
-    choice: int
-    text: str
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprobs] | None
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
-    finish: str | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def is_admission(self) -> bool:
-        """Without news of the answer itself."""
-        return not (self.tokens or self.text or self.finish or self.prompt_logprobs)
 
 
 @dataclass(slots=True)
@@ -76,51 +50,20 @@ class Usage:
         } | ours
 
 
+@dataclass(eq=False, slots=True)
 class _AnswerChoice:
-    """One answer in the making."""
+    """An answer, and what the metrics need of it."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer, named_stops: frozenset[int]) -> None:
-        self.index = index
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.pages_checked = 0
-        self.worker = ""
-        self.first_at: float | None = None
-        self.finished = False
-        self._detokenizer = detokenizer
-        self._named_stops = named_stops
-        self._include_stop = detokenizer.include_stop
-
-    def take(self, output: Output) -> AnswerPiece:
-        """What an output adds. A finish of the piece ends the answer, also if more tokens come."""
-        tokens = output.tokens
-        # The end token is counted, and its text is no part of the answer.
-        ends = output.stop_id is not None and bool(tokens) and not self._include_stop
-        text, used, stop = self._detokenizer.push(tokens, hide_last=ends)
-        finish: str | None = None
-        stop_reason: str | int | None = stop
-        if stop is not None:
-            finish = FinishReason.STOP.value
-            tokens = tokens[:used]
-        elif output.finish is not None:
-            finish = output.finish.value
-            text += self._detokenizer.finish()
-            if output.stop_id in self._named_stops:
-                stop_reason = output.stop_id
-        self.completion_tokens += len(tokens)
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        self.pages_checked = max(self.pages_checked, output.pages_checked)
-        self.worker = output.worker or self.worker
-        logprobs = None if output.logprobs is None else output.logprobs[: len(tokens)]
-        return AnswerPiece(
-            self.index, text, tokens, logprobs, output.prompt_logprobs, finish, stop_reason
-        )
+    text: AnswerText
+    first_at: float | None = None
+    finished: bool = False
 
 
 class Generation:
     """All answers to all prompts of one HTTP request. Choice i * n + j answers prompt i.
 
-    `wanted` is the length that the client asked for, which the context may not hold.
+    `end_ids` are the end tokens of the tokenizer; `wanted` is the length that the client asked for,
+    which the context may not hold.
     """
 
     def __init__(
@@ -133,13 +76,14 @@ class Generation:
         body: GenerationBody,
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
+        end_ids: Collection[int],
         session: str = "",
         tenant: str = "",
         share_cache: bool = False,
         limit: TimeLimit,
         wanted: int | None = None,
     ) -> None:
-        n = body.choices
+        n = self._n = sampling[0].n
         if len(prompts) * n > MAX_CHOICES:
             raise RequestError(
                 f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} answers", "n"
@@ -147,52 +91,40 @@ class Generation:
         self._engine = engine
         self._metrics = metrics
         self._limit = limit
-        self._n = n
         self._prompt_tokens = sum(map(len, prompts))
         possible = min(params.max_tokens for params in sampling)
         self._clamped_to = possible if wanted is not None and wanted > possible else None
         self._requests: list[Request] = []
         self._choices: dict[str, _AnswerChoice] = {}
-        named_stops = frozenset(body.stop_token_ids or ())
-        stops = body.stops
         sampling[0].check(engine.hello.vocab)  # the others differ in seeds and lengths only
         salt = f"{tenant}/{body.salt}" if tenant and not share_cache else body.salt
         for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             for j in range(n):
-                index = i * n + j
                 name = f"{request_id}-{next(_serials)}"
-                seeded = msgspec.structs.replace(params, seed=choice_seed(params.seed, j))
                 self._requests.append(
                     Request(
                         id=name,
                         prompt_ids=prompt,
-                        sampling=seeded,
+                        sampling=sequence_params(params, j, end_ids),
                         cache_salt=salt,
                         tenant=tenant or body.salt,
                         session=session,
                         timeout=limit.seconds,
                     )
                 )
-                detokenizer = Detokenizer(
-                    tokenizer,
-                    stops,
-                    skip_special_tokens=body.skip_special_tokens is not False,
-                    include_stop=bool(body.include_stop_str_in_output),
-                    min_tokens=params.min_tokens,
-                )
-                self._choices[name] = _AnswerChoice(index, detokenizer, named_stops)
+                self._choices[name] = _AnswerChoice(AnswerText(i * n + j, tokenizer, params))
 
     @property
     def usage(self) -> Usage:
         """Tokens so far. A prompt's cached tokens are those of its first answer."""
-        choices = list(self._choices.values())
+        answers = [choice.text for choice in self._choices.values()]
         return Usage(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=sum(choice.completion_tokens for choice in choices),
-            cached_tokens=sum(choice.cached_tokens for choice in choices[:: self._n]),
-            pages_checked=sum(choice.pages_checked for choice in choices),
+            completion_tokens=sum(answer.completion_tokens for answer in answers),
+            cached_tokens=sum(answer.cached_tokens for answer in answers[:: self._n]),
+            pages_checked=sum(answer.pages_checked for answer in answers),
             clamped_to=self._clamped_to,
-            workers=list(dict.fromkeys(choice.worker for choice in choices if choice.worker)),
+            workers=list(dict.fromkeys(answer.worker for answer in answers if answer.worker)),
         )
 
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
@@ -208,14 +140,14 @@ class Generation:
                     choice = self._choices[output.id]
                     now = time.monotonic()
                     if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
-                        raise GenerationError.of(output, self._limit.hint)
+                        raise generation_error(output, self._limit.hint)
                     if choice.first_at is None and output.tokens:
                         choice.first_at = now
-                    piece = choice.take(output)
-                    if piece.finish is not None:
+                    piece = choice.text.take(output)
+                    if piece.finish_reason is not None:
                         if output.finish is None:
                             self._engine.abort(output.id)
-                        self._count_finished(choice, piece.finish, start, now)
+                        self._count_finished(choice, piece.finish_reason, start, now)
                     yield piece
         except Exception as error:
             code = failure_of(error).code or "invalid_request"
@@ -231,8 +163,8 @@ class Generation:
         metrics.latency.observe(now - start)
         if choice.first_at is not None:
             metrics.first_token.observe(choice.first_at - start)
-            if choice.completion_tokens > 1:
-                pace = (now - choice.first_at) / (choice.completion_tokens - 1)
+            if choice.text.completion_tokens > 1:
+                pace = (now - choice.first_at) / (choice.text.completion_tokens - 1)
                 metrics.per_token.observe(pace)
 
     def _count_unfinished(self, count: Callable[[], None]) -> None:
@@ -259,5 +191,5 @@ async def collect(pieces: AsyncGenerator[AnswerPiece, None]) -> dict[int, list[A
     found: dict[int, list[AnswerPiece]] = {}
     async with aclosing(pieces):
         async for piece in pieces:
-            found.setdefault(piece.choice, []).append(piece)
+            found.setdefault(piece.index, []).append(piece)
     return found

@@ -6,8 +6,7 @@ process that may be ended (`server.text_worker`).
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -15,8 +14,6 @@ import msgspec
 from pydantic import BaseModel
 
 from bifolio.errors import RequestError
-from bifolio.request import context_exceeded
-from bifolio.server.chat_messages import read_messages
 from bifolio.server.request_bodies import (
     MAX_CHOICES,
     ChatBody,
@@ -26,13 +23,9 @@ from bifolio.server.request_bodies import (
     parse_body,
     whole,
 )
+from bifolio.text.prompt_ids import TextLimits, chat_ids, check_ids, plain_ids
 from bifolio.text.tokenizer_files import TextTools
 from bifolio.wording import shown
-
-logger = logging.getLogger(__name__)
-
-MAX_VALUES = 100_000
-"""Most values (texts, numbers, objects, lists) in messages, tools and template variables."""
 
 _BULK = frozenset({"prompt", "messages", "tools", "chat_template_kwargs", "tokens"})
 """Fields that have done their work once the ids are there."""
@@ -61,13 +54,6 @@ BODIES: Mapping[BodyRoute, type[BaseModel]] = {
     BodyRoute.TOKENIZE: TokenizeBody,
     BodyRoute.DETOKENIZE: DetokenizeBody,
 }
-
-
-class TextLimits(msgspec.Struct, frozen=True):
-    """What the engine can take: tokens of a context, rows of the vocabulary."""
-
-    max_model_len: int
-    vocab: int
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +98,7 @@ def prepare(route: BodyRoute, data: bytes, text: TextTools, limits: TextLimits) 
     if body.prompt is None:
         ids = _chat_ids(body, text, limits)
     else:
-        ids = _plain_ids(
+        ids = plain_ids(
             body.prompt, text, limits, add_special_tokens=body.add_special_tokens is not False
         )
     names = [text.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
@@ -142,7 +128,7 @@ def _prompts(body: CompletionBody, text: TextTools, limits: TextLimits) -> list[
     prompts = []
     for item in prompt:
         if isinstance(item, str):
-            ids = _plain_ids(item, text, limits, add_special_tokens=add)
+            ids = plain_ids(item, text, limits, add_special_tokens=add)
             prompts.append(EncodedPrompt(ids, added))
         elif isinstance(item, list):
             prompts.append(EncodedPrompt(check_ids(whole(item), "prompt", limits)))
@@ -151,61 +137,13 @@ def _prompts(body: CompletionBody, text: TextTools, limits: TextLimits) -> list[
     return prompts
 
 
-def _plain_ids(
-    prompt: str, text: TextTools, limits: TextLimits, *, add_special_tokens: bool
-) -> list[int]:
-    _check_chars(prompt, "prompt", text, limits)
-    ids = text.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    if text.tokenizer.starts_with_two_bos(ids):
-        logger.warning("a prompt starts with two BOS: its text has one, the tokenizer adds one")
-    return ids
-
-
 def _chat_ids(body: ChatBody | TokenizeBody, text: TextTools, limits: TextLimits) -> list[int]:
-    template = text.template
-    if template is None:
-        raise RequestError("this model has no chat template; use /v1/completions", "messages")
-    for name in ("messages", "tools", "chat_template_kwargs"):
-        if sum(1 for _ in _values(getattr(body, name), MAX_VALUES)) > MAX_VALUES:
-            raise RequestError(f"{name}: more than {MAX_VALUES} values", name)
-    prompt = template.render(
-        read_messages(body.messages or []),
+    return chat_ids(
+        body.messages or [],
+        text,
+        limits,
         tools=body.tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=body.template_variables,
     )
-    _check_chars(prompt.text, "messages", text, limits)
-    ids = text.tokenizer.encode(prompt.text, guard=prompt.guard)
-    if text.tokenizer.starts_with_two_bos(ids):
-        logger.warning("the chat template writes BOS twice")
-    return ids
-
-
-def _values(value: Any, most: int) -> Iterator[None]:
-    """One item for each value in JSON-like data, and no more than `most + 1`."""
-    waiting, count = [value], 0
-    while waiting and count <= most:
-        one = waiting.pop()
-        count += 1
-        yield None
-        if isinstance(one, Mapping):
-            waiting.extend(one.values())
-        elif isinstance(one, list):
-            waiting.extend(one)
-
-
-def _check_chars(prompt: str, param: str, text: TextTools, limits: TextLimits) -> None:
-    """Refuse a text that cannot fit before any time is spent on cutting it into tokens."""
-    limit = limits.max_model_len
-    if len(prompt) > text.tokenizer.most_chars(limit):
-        raise context_exceeded(limit, f": it has {len(prompt)} characters", param)
-
-
-def check_ids(ids: Sequence[Any], param: str, limits: TextLimits) -> list[int]:
-    """Token ids from a request: integers below the size of the model's vocabulary."""
-    vocab = limits.vocab
-    for token in ids:
-        if type(token) is not int or not 0 <= token < vocab:
-            raise RequestError(f"{param}: {shown(token)} is no token id (0 to {vocab - 1})", param)
-    return list(ids)

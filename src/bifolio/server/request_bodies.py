@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -30,12 +29,13 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from bifolio.errors import RequestError
 from bifolio.request import BOUNDS, SamplingParams
+from bifolio.text.answer_text import resolve_params
+from bifolio.text.chat_messages import UNKNOWN_PARAMETER
 from bifolio.wording import cut, shown
 
 MAX_CHOICES = 1024
 """Prompts times `n` in one request."""
 
-MAX_N = 128
 MAX_IDS = 1024
 """Entries of `logit_bias` and of `stop_token_ids`."""
 
@@ -43,14 +43,8 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
 
-UNKNOWN = "unknown_parameter"
-"""Code of refusals of what we do not know."""
-
 UNSUPPORTED = "unsupported_parameter"
 """Code of refusals of what we know and cannot honour."""
-
-RANDOM_SEED = -1
-"""A seed that asks for a random one, as in vLLM and llama.cpp."""
 
 _IGNORED = (
     "user",
@@ -89,6 +83,7 @@ _NEUTRAL: dict[str, Any] = {
 """Fields that we do not have, and the value that asks for nothing."""
 
 _SAMPLED = (
+    "n",
     "min_tokens",
     "temperature",
     "top_k",
@@ -98,7 +93,12 @@ _SAMPLED = (
     "frequency_penalty",
     "presence_penalty",
     "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
     "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
 )
 """Fields that are sampling parameters as they stand."""
 
@@ -229,7 +229,7 @@ class _Object(BaseModel):
                 hint = f"; did you mean {near[0]}?" if near else ""
                 text = "unknown parameter {shown}{hint}"
                 context = {"name": short, "shown": repr(short), "hint": hint}
-                raise PydanticCustomError(UNKNOWN, text, context)
+                raise PydanticCustomError(UNKNOWN_PARAMETER, text, context)
         return sent
 
     @classmethod
@@ -362,7 +362,7 @@ class GenerationBody(_Body):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N), _WHOLE] | None = None
+    n: Annotated[int, _bounded("n"), _WHOLE] | None = None
     max_tokens: Annotated[int, _bounded("max_tokens"), _WHOLE] | None = None
     min_tokens: Annotated[int, _bounded("min_tokens"), _WHOLE] | None = None
     temperature: Annotated[float, _bounded("temperature")] | None = None
@@ -386,17 +386,6 @@ class GenerationBody(_Body):
     response_format: ResponseFormat | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
-
-    @property
-    def choices(self) -> int:
-        """Answers to each prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def stops(self) -> list[str]:
-        """Stop strings; an empty one stops nothing."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [stop for stop in stops if stop]
 
     @property
     def salt(self) -> str:
@@ -425,32 +414,20 @@ class GenerationBody(_Body):
         *,
         max_tokens: int,
         logprobs: int | None,
-        stop_ids: frozenset[int],
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Parameters for the engine: what was not sent is taken from `defaults`.
-
-        `stop_ids` are the tokenizer's own end tokens.
-        """
+        """The parameters that the body means: what was not sent is taken from `defaults`."""
         sent = {name: getattr(self, name) for name in _SAMPLED}
         sent = {name: value for name, value in sent.items() if value is not None}
-        if sent.get("top_k") == -1:
-            sent["top_k"] = 0
-        own = () if self.ignore_eos else stop_ids
-        return msgspec.structs.replace(
-            defaults,
-            **sent,
-            max_tokens=max_tokens,
-            seed=self._seed(),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            stop_ids=tuple(sorted({*(self.stop_token_ids or ()), *own})),
+        return resolve_params(
+            msgspec.structs.replace(
+                defaults,
+                **sent,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
         )
-
-    def _seed(self) -> int:
-        if self.seed is None or self.seed == RANDOM_SEED:
-            return secrets.randbits(64)
-        return self.seed % 2**64
 
 
 class CompletionBody(GenerationBody):
@@ -550,19 +527,6 @@ class DetokenizeBody(_Body):
     tokens: _Ids
 
 
-def refuse_unknown(sent: Mapping[str, Any], known: Collection[str], place: str) -> None:
-    """RequestError for the first field of an object that is not among the known ones."""
-    for name, value in sent.items():
-        if value is not None and name not in known:
-            path = f"{place}.{cut(name)}"
-            raise RequestError(f"unknown parameter {shown(path)}", path, UNKNOWN)
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """Seed of answer `index` to a prompt: the request's own for the first, far ones for others."""
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
-
-
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -581,9 +545,10 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     here = [item for item in here if not item["type"].endswith("_type")] or here
     texts = dict.fromkeys(map(_says, here))
     text = " or ".join(texts)
-    if here[0]["type"] == UNKNOWN:
+    if here[0]["type"] == UNKNOWN_PARAMETER:
         name = ".".join([*place, here[0]["ctx"]["name"]])
-        raise RequestError(f"{'.'.join(place)}: {text}" if place else text, cut(name), UNKNOWN)
+        text = f"{'.'.join(place)}: {text}" if place else text
+        raise RequestError(text, cut(name), UNKNOWN_PARAMETER)
     if not place:
         raise RequestError(f"the body is not a JSON object that we can read: {text}")
     path = ".".join(place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.requests import Request
 
@@ -10,14 +10,15 @@ from bifolio import __version__
 from bifolio.config import ServerConfig
 from bifolio.errors import EngineDeadError, RequestError
 from bifolio.process.client import EngineClient
-from bifolio.request import SamplingParams, context_exceeded
+from bifolio.request import SamplingParams
 from bifolio.server.error_responses import MODEL_NOT_FOUND
-from bifolio.server.prepare import BodyRoute, Prepared, TextLimits
+from bifolio.server.prepare import BodyRoute, Prepared
 from bifolio.server.server_metrics import ServerMetrics
 from bifolio.server.streams import while_connected
 from bifolio.server.text_pool import TextService
+from bifolio.text.prompt_ids import TextLimits
 from bifolio.text.tokenizer import Tokenizer
-from bifolio.wording import plural, shown
+from bifolio.wording import shown
 
 
 def tenant_of(request: Request) -> str:
@@ -77,37 +78,12 @@ class Service:
 
     async def prepare(self, route: BodyRoute, data: bytes, request: Request) -> Prepared:
         """Read a body and turn its text into ids, in a text process, while the client waits."""
-        hello = self.engine.hello
         client = tenant_of(request) or ("" if request.client is None else request.client.host)
-        limits = TextLimits(hello.max_model_len, hello.vocab)
         return await while_connected(
-            request.receive, self.text.prepare(route, data, limits, client)
+            request.receive, self.text.prepare(route, data, self.limits, client)
         )
 
-    def answer_length(
-        self, prompt: Sequence[int], wanted: int | None, prompt_param: str, param: str
-    ) -> int:
-        """Most tokens of an answer: `wanted`, but no more than the context has left.
-
-        RequestError when the prompt leaves no room, naming the limit, or has a token that the
-        tokenizer knows and the model does not.
-        """
-        limit, vocab = self.engine.hello.max_model_len, self.engine.hello.vocab
-        if (most := max(prompt, default=0)) >= vocab:
-            raise RequestError(
-                f"{prompt_param}: {shown(self.tokenizer.token_text(most))} is token {most} of the "
-                f"tokenizer, but this model has {vocab} tokens; leave it out",
-                prompt_param,
-            )
-        if not prompt:
-            raise RequestError(f"{prompt_param}: the prompt has no tokens", prompt_param)
-        if len(prompt) >= limit:
-            has = f"it has {plural(len(prompt), 'token')}"
-            details = f": {has}, and at least one more is for the answer"
-            raise context_exceeded(limit, details, prompt_param)
-        left = limit - len(prompt)
-        if wanted is None:
-            return left
-        if wanted < 1:
-            raise RequestError(f"{param}: must be at least 1", param)
-        return min(wanted, left)
+    @property
+    def limits(self) -> TextLimits:
+        """What the engine can take."""
+        return TextLimits(self.engine.hello.max_model_len, self.engine.hello.vocab)

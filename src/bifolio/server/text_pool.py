@@ -23,7 +23,7 @@ import msgspec
 from bifolio import errors
 from bifolio.errors import BifolioError, ConfigError, EngineDeadError, RequestError
 from bifolio.process.channel import HEADER_BYTES, frame
-from bifolio.server.prepare import BodyRoute, Prepared, TextLimits
+from bifolio.server.prepare import BodyRoute, Prepared
 from bifolio.server.text_worker import (
     LoadText,
     TextDone,
@@ -32,6 +32,7 @@ from bifolio.server.text_worker import (
     TextMessage,
     TextReady,
 )
+from bifolio.text.prompt_ids import TextLimits
 
 logger = logging.getLogger(__name__)
 

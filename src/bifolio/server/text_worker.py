@@ -22,7 +22,8 @@ import msgspec
 from bifolio.checkpoint.gguf import GGUFFile
 from bifolio.errors import BifolioError, RequestError
 from bifolio.process.channel import Channel
-from bifolio.server.prepare import BodyRoute, Prepared, TextLimits, prepare
+from bifolio.server.prepare import BodyRoute, Prepared, prepare
+from bifolio.text.prompt_ids import TextLimits
 from bifolio.text.tokenizer_files import TextTools, load_text_side
 
 LOAD_BYTES = 3 * 2**30

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from bifolio.errors import RequestError
-from bifolio.server.request_bodies import refuse_unknown
 from bifolio.text.chat_input import Message
-from bifolio.wording import shown
+from bifolio.wording import cut, shown
+
+UNKNOWN_PARAMETER = "unknown_parameter"
+"""Code of refusals of fields that nothing here knows."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAY_BE_SILENT = ("assistant", "tool", "function")
@@ -75,7 +77,7 @@ def _text(content: Any, place: str) -> str:
             raise RequestError(
                 f"{place}[{i}]: {what}; send {{'type': 'text', 'text': …}}", f"{place}[{i}]"
             )
-        refuse_unknown(part, _PART_FIELDS, f"{place}[{i}]")
+        _refuse_unknown(part, _PART_FIELDS, f"{place}[{i}]")
         texts.append(text)
     return "".join(texts)
 
@@ -108,3 +110,11 @@ def _object_or_text(text: str) -> dict[str, Any] | str:
     except ValueError:
         return text
     return value if isinstance(value, dict) else text
+
+
+def _refuse_unknown(sent: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    """RequestError for the first field of an object that is not among the known ones."""
+    for name, value in sent.items():
+        if value is not None and name not in known:
+            path = f"{place}.{cut(name)}"
+            raise RequestError(f"unknown parameter {shown(path)}", path, UNKNOWN_PARAMETER)
