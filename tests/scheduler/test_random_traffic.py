@@ -378,6 +378,11 @@ def test_heavy_traffic_is_sound_and_exact(first_seed: int) -> None:
         assert sum(getattr(s, happened) for s in stats) >= 10, f"too little {happened} to prove it"
 
 
+def test_a_request_that_is_preempted_and_admitted_again_in_one_step_has_one_row() -> None:
+    """A seed in which a planned request gives way for pages and has a place in the same step."""
+    assert heavy_traffic(1_198, moves=2_000).preemptions > 0
+
+
 @pytest.mark.soak
 def test_heavy_traffic_is_sound_and_exact_over_ten_million_moves() -> None:
     for seed in range(1_000, 6_000):

@@ -104,6 +104,8 @@ class Rig:
         self._in_flight = step is not None
         limits = self.scheduler.limits
         if step is not None:
+            names = [row.request_id for row in step.rows]
+            assert len(names) == len(set(names)), "a request has two rows"
             assert len(step.rows) <= limits.max_num_seqs, "more rows than the runner has room for"
             assert step.tokens <= limits.max_step_tokens, "more tokens than the runner has room for"
         self.check()

@@ -308,7 +308,8 @@ class Scheduler(SchedulerState):
             self._end(sequence, FinishReason.ERROR)
             self._news.append(self._lost(sequence.id))
             return
-        if sequence.planned:
+        if sequence.planned:  # it may be admitted again in this step, and then has its one row
+            self._planned.remove(sequence)
             self._queue.charge(sequence, -sequence.unplan())
         sequence.lost_tokens = sequence.table.computed
         self._blocked.clear()
