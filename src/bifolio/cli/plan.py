@@ -186,7 +186,8 @@ def plan(
     from bifolio.cli.plan_model import find_hardware, find_model
     from bifolio.lab.plan.capacity import MEMORY_SHARE, Deployment
 
-    found, wanted = find_model(model), _precision_plan(formats, prefill, decode, cache)
+    wanted = _precision_plan(formats, prefill, decode, cache)
+    found = find_model(model, wanted)
     deployment = Deployment(
         model=found.spec,
         stored=found.stored,
