@@ -34,7 +34,6 @@ from bifolio.engine.messages import (
     Connect,
     Disconnect,
     EngineInfo,
-    EngineStats,
     Fatal,
     FrontMessage,
     Listen,
@@ -51,6 +50,7 @@ from bifolio.errors import BifolioError, OverloadedError, RequestError
 from bifolio.process import logs
 from bifolio.process.channel import Channel
 from bifolio.request import Output, Request
+from bifolio.stats import EngineStats
 
 BEAT_SECONDS = 0.25
 """Time between two heartbeats."""
@@ -109,6 +109,7 @@ class Worker:
         self._channel = channel
         self._engine = engine
         self._told = EngineStats()
+        self._pulses = 0
         self._next_beat = 0.0
         engine.on_pulse(self._pulse)
 
@@ -135,15 +136,15 @@ class Worker:
                     channel.send(Outputs(outputs))
 
     def _beat(self, stats: EngineStats) -> None:
-        self._told = stats
-        self._channel.send(stats)
+        self._told = msgspec.structs.replace(stats, pulses=self._pulses)
+        self._channel.send(self._told)
         self._next_beat = time.monotonic() + BEAT_SECONDS
 
     def _pulse(self) -> None:
         """Within a step figures are in flux, so those before it are told again, as progress."""
         if time.monotonic() >= self._next_beat:
-            told = self._told
-            self._beat(msgspec.structs.replace(told, progress=told.progress + 1))
+            self._pulses += 1
+            self._beat(self._told)
 
     def _take(self, message: FrontMessage) -> None:
         match message:
