@@ -31,12 +31,12 @@ import bench_handoff
 import bench_kernels
 from bench_start import line, measure_start
 from bifolio.config import PREFILL_CHUNK, parse_bytes
-from bifolio.engine.messages import HandoffStats
 from bifolio.formats import WeightFormat
 from bifolio.kernels.native import NativeOps
 from bifolio.lab.bench.engine_speed import BATCH_8, BATCH_32, DECODE_1, PREFILL, Cell, compare
 from bifolio.lab.bench.machine_rates import measure_machine, measure_peak
 from bifolio.request import Request, SamplingParams
+from bifolio.stats import HandoffStats
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

@@ -21,10 +21,10 @@ from bifolio.checkpoint.source import resolve_source
 from bifolio.cli.launch import client_of
 from bifolio.config import parse_bytes, resolve
 from bifolio.disagg.router import PoolRouter
-from bifolio.engine.messages import HandoffStats
 from bifolio.lab.bench.pools import CHAT, LONG_PROMPTS, WARM_UP, run_load, wire_of
 from bifolio.machine import default_threads
 from bifolio.process import logs
+from bifolio.stats import HandoffStats
 
 PREFILL, DECODE = "fp8/bf16", "int4:g32/fp8"
 SERVERS: dict[str, dict[str, str]] = {

@@ -28,7 +28,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_undamaged_models_load(bases: Path) -> None:
     found = {path.name: load(path) for path in bases.iterdir()}
-    assert "cannot be planned" in found.pop("gptq")
     assert found == dict.fromkeys(found, "loaded")
 
 

@@ -193,8 +193,9 @@ def test_a_matrix_of_several_types_is_planned_as_bf16_as_it_is_served(tmp_path: 
     path = tmp_path / "tiny.gguf"
     _write_gguf(path, finer=("token_embd", "blk.0.attn_v"))
     found = values("-m", str(path), "-d", "ryzen-7950x", "--input", "100", "--output", "20")
-    numbers = 64 * (64 + 32 + 32 + 64)
-    assert found["phases"]["decode"]["weight_bytes"]["attention"] == 2 * numbers
+    qkv, output = 64 * (64 + 32 + 32), 64 * 64
+    attention = found["phases"]["decode"]["weight_bytes"]["attention"]
+    assert attention == 2 * qkv + output * 20 // 32
 
 
 def test_the_default_model_is_planned_as_it_is_served() -> None:

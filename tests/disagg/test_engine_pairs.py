@@ -76,7 +76,7 @@ def test_clean_traffic_raises_no_alarm_and_answers_exactly(model, oracle):
     assert (sent.pages, sent.nbytes) == (received.pages, received.nbytes)
     assert sent.known_pages > 0
     assert sent.encode_seconds > 0
-    assert pair.decode.stats().integrity_failures == 0
+    assert pair.decode.stats().integrity_faults == 0
     settle(pair)
 
 
@@ -88,7 +88,7 @@ def test_a_decode_pool_that_is_too_small_sends_requests_back_and_changes_no_toke
     found, _ = collect(pair, *requests)
     assert found == {request.id: tokens_of(oracle, request) for request in requests}
     assert pair.retries > 0
-    assert pair.decode.stats().handoff.pages_lost == pair.retries
+    assert pair.decode.stats().pages_lost == pair.retries
     settle(pair)
 
 
@@ -225,7 +225,7 @@ def test_a_damaged_page_of_the_sender_is_not_handed_over_and_goes_out_of_use(mod
     found, last = collect(pair, ask("b", 40))
     assert found == {"b": []}
     assert last["b"].error_code in (ErrorCode.CACHE_INTEGRITY, ErrorCode.HANDOFF_FAILED)
-    assert pair.prefill.stats().pages_quarantined == 1
+    assert pair.prefill.stats().quarantined_pages == 1
     again = collect(pair, ask("c", 40))[0]["c"]
     assert len(again) == 12
 

@@ -2,10 +2,10 @@
 
 from bifolio.cli.api_client import ChatAnswer
 from bifolio.cli.console import figures_text
-from bifolio.engine.messages import EngineStats, HandoffStats
 from bifolio.request import FinishReason
 from bifolio.server.generation import Usage
 from bifolio.server.server_metrics import ServerMetrics
+from bifolio.stats import EngineStats, HandoffStats
 from support.fake_workers import HANDOFF, router_over, tokens
 
 
@@ -18,7 +18,7 @@ async def test_each_worker_has_its_figures_and_a_lone_engine_none():
     one, other = (member.engine for member in router.fleet.members)
     one.stats = EngineStats(
         waiting=3,
-        pages_free=5,
+        free_pages=5,
         logits_faults=1,
         handoff=HandoffStats(
             delivered=7,
@@ -32,7 +32,7 @@ async def test_each_worker_has_its_figures_and_a_lone_engine_none():
         ),
     )
     other.stats = EngineStats(
-        running=2, logits_faults=2, handoff=HandoffStats(delivered=7, reserved_pages=6)
+        running=2, logits_faults=2, reserved_pages=6, handoff=HandoffStats(delivered=7)
     )
     router.fleet.decode[0].restarts = 1
     router._resent["pages_lost"] = 9

@@ -210,8 +210,8 @@ async def test_200_clients_of_which_a_third_hang_up(server):
     assert set(health) == {200}
     assert all("[DONE]" in answer for answer in answers if answer is not None)
     stats = server.engine.stats
-    assert stats.pages_free + stats.pages_cached == server.engine.hello.pages
-    assert stats.integrity_failures == 0
+    assert stats.free_pages + stats.cached_pages == server.engine.hello.pages
+    assert stats.integrity_faults == 0
 
 
 async def test_a_faulty_page_ends_its_request_before_a_token_and_no_other(folder, server):
@@ -236,7 +236,7 @@ async def test_a_faulty_page_ends_its_request_before_a_token_and_no_other(folder
         assert whole.startswith(text)
         assert len(text) < len(whole)
         assert neighbour["choices"] == expected["choices"]
-        await until(lambda: tampered.engine.stats.integrity_failures == 1)
+        await until(lambda: tampered.engine.stats.integrity_faults == 1)
         assert (
             "bifolio_cache_integrity_failures_total 1.0"
             in (await tampered.http.get("/metrics")).text

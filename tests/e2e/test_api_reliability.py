@@ -208,7 +208,7 @@ async def test_many_clients_of_which_a_third_hang_up():
         await server.until_idle()
         watcher.cancel()
         assert set(health) == {200}
-        assert server.engine.stats.pages_free == default_script().pages
+        assert server.engine.stats.free_pages == default_script().pages
 
 
 async def test_handlers_cancelled_at_random_moments_leave_nothing_behind():
@@ -256,7 +256,7 @@ async def test_an_error_of_a_stream_is_an_event_and_of_a_whole_answer_a_status()
                 pass
         neighbour = await server.post("/v1/completions", model="tiny", prompt="xy", temperature=0)
         assert neighbour.json()["choices"][0]["text"] == "xy"
-        await until(lambda: server.engine.stats.integrity_failures == 5)
+        await until(lambda: server.engine.stats.integrity_faults == 5)
         metrics = (await server.http.get("/metrics")).text
         assert "bifolio_cache_integrity_failures_total 5.0" in metrics
         assert 'bifolio_request_errors_total{code="cache_integrity"} 5.0' in metrics
@@ -435,7 +435,7 @@ async def test_metrics_tell_what_happened():
 
         def all_over():  # a heartbeat may have come from the middle of the last request
             stats = server.engine.stats
-            return stats.prompt_tokens == 68 and stats.running == 0
+            return stats.query_tokens == 68 and stats.running == 0
 
         await until(all_over)
         values = metric_values((await server.http.get("/metrics")).text)

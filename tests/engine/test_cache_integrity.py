@@ -79,7 +79,7 @@ def test_fault_ends_the_victim_alone_and_in_time(
     assert tokens(news["v"]) == clean["v"][:AFTER]
     assert {name: tokens(news[name]) for name in "ab"} == {name: clean[name] for name in "ab"}
     stats = engine.stats()
-    assert (stats.integrity_failures, stats.pages_quarantined) == (1, 1)
+    assert (stats.integrity_faults, stats.quarantined_pages) == (1, 1)
 
 
 @pytest.mark.parametrize("fault", CacheFault)

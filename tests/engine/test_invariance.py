@@ -49,9 +49,9 @@ def test_batch_and_prefix_hits_change_no_bit(
 ) -> None:
     engine = engine_for(folder, plan)
     assert differing(solo, run(engine, prompts)) == []
-    hits = engine.stats().prefix_hits
+    hits = engine.stats().hit_tokens
     assert differing(solo, run(engine, prompts)) == []
-    assert engine.stats().prefix_hits > hits + 100
+    assert engine.stats().hit_tokens > hits + 100
 
 
 @pytest.mark.parametrize("step_tokens", [1, 5, 16, 33])

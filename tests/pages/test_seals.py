@@ -13,7 +13,6 @@ import pytest
 
 from bifolio.config import EngineConfig
 from bifolio.engine.engine import Engine
-from bifolio.engine.messages import EngineStats
 from bifolio.formats import PrecisionPlan
 from bifolio.kernels import native
 from bifolio.pages.kv_pool import KVPool
@@ -21,6 +20,7 @@ from bifolio.pages.scrub import BEAT_SECONDS, Scrubber
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
 from bifolio.server.server_metrics import ServerMetrics
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
+from bifolio.stats import EngineStats
 from support.tiny import tiny_config, write_model
 
 PROMPT = [(7 * i) % 300 + 3 for i in range(40)]
@@ -123,7 +123,7 @@ def test_changed_bytes_end_the_next_request_and_are_then_computed_anew(
     third = run(engine, ask("third"))["third"]
     assert (tokens(third), third[-1].cached_tokens) == (first, 16 * place)
     stats = engine.stats()
-    assert (stats.seal_failures, stats.integrity_failures, stats.pages_quarantined) == (1, 1, 1)
+    assert (stats.seal_failures, stats.integrity_faults, stats.quarantined_pages) == (1, 1, 1)
     assert stats.seals_checked == 2 + place
 
 
@@ -152,7 +152,7 @@ def test_a_broken_seal_also_ends_those_who_hold_the_page_since_before(folder: Pa
     }
     assert not news["newcomer"][-1].tokens and len(news["holder"]) == 1
     stats = engine.stats()
-    assert (stats.seal_failures, stats.integrity_failures, stats.pages_quarantined) == (1, 2, 1)
+    assert (stats.seal_failures, stats.integrity_faults, stats.quarantined_pages) == (1, 2, 1)
 
 
 @pytest.mark.parametrize("plan", ["bf16/bf16", "fp8/fp8:token"])
@@ -172,7 +172,7 @@ def test_no_seal_breaks_by_itself(folder: Path, plan: str) -> None:
         news = run(engine, *requests, preempt_every=5)
         assert {outputs[-1].finish for outputs in news.values()} == {FinishReason.LENGTH}
     stats = engine.stats()
-    assert stats.seal_failures == stats.integrity_failures == 0
+    assert stats.seal_failures == stats.integrity_faults == 0
     assert stats.seals_checked > 200 and stats.preemptions > 50
 
 
@@ -190,7 +190,7 @@ def test_the_scrub_finds_damage_in_idle_pages_before_a_request_meets_it(folder: 
     engine.scheduler.check_invariants()
     assert cached_pages(engine) == pages[:1]
     stats = engine.stats()
-    assert (stats.seal_failures, stats.integrity_failures, stats.pages_quarantined) == (1, 0, 1)
+    assert (stats.seal_failures, stats.integrity_faults, stats.quarantined_pages) == (1, 0, 1)
     again = run(engine, ask("again"))["again"]
     assert (tokens(again), again[-1].cached_tokens) == (first, 16)
 

@@ -142,7 +142,7 @@ async def test_an_error_of_one_request_leaves_the_others_alone():
         assert (bad.tokens, bad.finish) == ([7, 8], FinishReason.ERROR)
         assert bad.error_code is ErrorCode.CACHE_INTEGRITY
         assert good.tokens == [7, 8, 9, 2]
-        await until(lambda: engine.stats.integrity_failures == 1)
+        await until(lambda: engine.stats.integrity_faults == 1)
 
 
 async def test_several_requests_are_read_as_one_and_one_of_them_may_be_ended():
@@ -200,10 +200,10 @@ async def test_leaving_a_request_frees_its_pages_within_a_step():
         endless = request("a", [5, 6], ignore_eos=True)
         async with contextlib.aclosing(engine.generate(endless)) as outputs:
             async for _ in outputs:
-                await until(lambda: engine.stats.pages_live > 0)
+                await until(lambda: engine.stats.live_pages > 0)
                 break
         assert engine.open_requests == 0
-        await until(lambda: engine.stats.running == 0 and engine.stats.pages_live == 0)
+        await until(lambda: engine.stats.running == 0 and engine.stats.live_pages == 0)
 
 
 async def test_cancels_at_random_awaits_leave_nothing_behind():
@@ -221,7 +221,7 @@ async def test_cancels_at_random_awaits_leave_nothing_behind():
             await asyncio.gather(*(one(start + i) for i in range(50)))
         assert engine.open_requests == 0
         await until(lambda: engine.stats.running + engine.stats.waiting == 0)
-        assert engine.stats.pages_free == Script().pages
+        assert engine.stats.free_pages == Script().pages
 
 
 async def test_no_abort_is_sent_for_a_finished_request(monkeypatch):
@@ -298,16 +298,16 @@ async def test_a_long_step_that_comes_along_is_healthy_and_ready(monkeypatch):
 
 async def test_work_without_progress_is_not_ready():
     async with running(stall_timeout=0.4) as engine:
-        from bifolio.engine.messages import EngineStats
+        from bifolio.stats import EngineStats
 
-        engine._on_beat(EngineStats(progress=5, running=0, waiting=0))
+        engine._on_beat(EngineStats(computed_tokens=5, running=0, waiting=0))
         engine.check_ready()
         engine._progress_at -= 1.0
-        engine._on_beat(EngineStats(progress=5, running=0, waiting=3))
+        engine._on_beat(EngineStats(computed_tokens=5, running=0, waiting=3))
         engine.check_health()
         with pytest.raises(EngineDeadError, match=r"no progress .* 3 waiting"):
             engine.check_ready()
-        engine._on_beat(EngineStats(progress=6, running=1, waiting=2))
+        engine._on_beat(EngineStats(computed_tokens=6, running=1, waiting=2))
         engine.check_ready()
 
 

@@ -21,7 +21,7 @@ from bifolio.request import ErrorCode, FinishReason, Request, SamplingParams
 from bifolio.scheduler.limits import SchedulerLimits
 from bifolio.scheduler.queue import has_place
 from bifolio.scheduler.step import RowResult, Step
-from bifolio.stats import SchedulerStats
+from bifolio.stats import EngineStats
 from support.rig import Rig
 from support.scripted import ScriptedModel
 
@@ -321,7 +321,7 @@ LongTraffic.TestCase.settings = settings(
 TestLongTraffic = pytest.mark.soak(LongTraffic.TestCase)
 
 
-def heavy_traffic(seed: int, moves: int) -> SchedulerStats:
+def heavy_traffic(seed: int, moves: int) -> EngineStats:
     """The same moves drawn so that the engine is never idle: no shrinking, but far more happens."""
     rng = random.Random(seed)
     two = rng.random() < 0.5

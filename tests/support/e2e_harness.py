@@ -42,7 +42,7 @@ class Running:
 
         def idle():
             stats = self.engine.stats
-            return stats is not before and not (stats.running or stats.waiting or stats.pages_live)
+            return stats is not before and not (stats.running or stats.waiting or stats.live_pages)
 
         await until(idle)
 

@@ -6,9 +6,10 @@ import contextlib
 from bifolio.config import EngineConfig
 from bifolio.disagg.fleet import Fleet
 from bifolio.disagg.router import PoolRouter
-from bifolio.engine.messages import EngineInfo, EngineStats
+from bifolio.engine.messages import EngineInfo
 from bifolio.errors import EngineDeadError, OverloadedError
 from bifolio.request import ErrorCode, FinishReason, Output, Request, SamplingParams
+from bifolio.stats import EngineStats
 
 HELLO = EngineInfo(
     model="m",
@@ -41,7 +42,7 @@ class FakeEngine:
 
     def __init__(self, script):
         self.hello = HELLO
-        self.stats = EngineStats(pages_free=64)
+        self.stats = EngineStats(free_pages=64)
         self.is_dead = False
         self.closed = 0
         self.requests = []

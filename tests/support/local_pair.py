@@ -14,11 +14,12 @@ from bifolio.config import EngineConfig
 from bifolio.disagg.decode_engine import DecodeEngine
 from bifolio.disagg.prefill_engine import PrefillEngine
 from bifolio.disagg.transport import Transport, loopback
-from bifolio.engine.messages import EngineInfo, EngineStats, Outputs, PeerNews
+from bifolio.engine.messages import EngineInfo, Outputs, PeerNews
 from bifolio.errors import EngineDeadError
 from bifolio.formats import PrecisionPlan
 from bifolio.process.client import WorkerView
 from bifolio.request import ErrorCode, FinishReason, Output, Request, Route
+from bifolio.stats import EngineStats
 
 NAME = "d0"
 SECRET = b"a secret of tests"

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from bifolio.checkpoint.load import load_models
 from bifolio.checkpoint.source import resolve_source
 from bifolio.checkpoint.token_ids import token_ids
-from bifolio.engine.messages import EngineInfo, EngineStats
+from bifolio.engine.messages import EngineInfo
 from bifolio.engine.runner import ModelRunner, RunnerLimits
 from bifolio.engine.sampler import Sampler
 from bifolio.formats import Phase, PhasePlan, PrecisionPlan
@@ -23,6 +23,7 @@ from bifolio.process.client import WorkerView
 from bifolio.request import FinishReason, Output, Request
 from bifolio.scheduler.step import RowResult, Step, StepRow
 from bifolio.spec import ModelSpec, PageSpec
+from bifolio.stats import EngineStats
 
 
 class _Half:

@@ -70,10 +70,10 @@ async def until_accounted(router, seconds=120.0):
             stats, handoff = member.stats, member.stats.handoff
             if (
                 handoff is None
-                or stats.pages_free + stats.pages_cached != member.engine.hello.pages
+                or stats.free_pages + stats.cached_pages != member.engine.hello.pages
             ):
                 return False
-            if (stats.running, stats.waiting, handoff.open, handoff.holds) != (0, 0, 0, 0):
+            if (stats.running, stats.waiting, handoff.open, stats.holds) != (0, 0, 0, 0):
                 return False
         return True
 

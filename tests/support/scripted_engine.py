@@ -16,10 +16,11 @@ from collections.abc import Callable
 import msgspec
 
 from bifolio.config import EngineConfig
-from bifolio.engine.messages import EngineInfo, EngineStats
+from bifolio.engine.messages import EngineInfo
 from bifolio.errors import CheckpointError, OverloadedError, RequestError
 from bifolio.process.worker import Progress
 from bifolio.request import ErrorCode, FinishReason, Output, Request, TokenLogprobs
+from bifolio.stats import EngineStats
 
 FACTORY = "support.scripted_engine:create"
 """For AsyncEngine's `factory`."""
@@ -132,17 +133,16 @@ class ScriptedEngine:
         live = sum(self._pages(sequence) for sequence in self._running.values())
         return EngineStats(
             steps=self._steps,
-            progress=self._prompt_tokens + self._generation_tokens,
+            computed_tokens=self._prompt_tokens + self._generation_tokens,
             running=len(self._running),
             waiting=len(self._waiting),
-            pages_free=self._script.pages - live,
-            pages_live=live,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
+            free_pages=self._script.pages - live,
+            live_pages=live,
+            query_tokens=self._prompt_tokens,
+            generated_tokens=self._generation_tokens,
+            hit_tokens=self._hits,
             pages_checked=self._checked,
-            integrity_failures=self._failures,
+            integrity_faults=self._failures,
         )
 
     def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:

@@ -10,9 +10,9 @@ from typing import Protocol
 from torch import Tensor
 
 from bifolio.errors import CheckpointError
-from bifolio.formats import WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec import ModelSpec
+from bifolio.spec.quantization import StoredMatrix
 from bifolio.spec.weights import ModelTensors
 
 _NAMES_SHOWN = 4
@@ -40,11 +40,11 @@ class Checkpoint(Protocol):
         ...
 
 
-class StoredFormats(Protocol):
-    """The formats of a checkpoint's matrices, known from headers alone."""
+class StoredMatrices(Protocol):
+    """How a checkpoint stores its matrices, known from headers and the order of columns alone."""
 
-    def format(self, name: str) -> WeightFormat:
-        """The format of the matrix that `matrix` gives, known without reading its numbers."""
+    def stored_matrix(self, name: str) -> StoredMatrix:
+        """What `matrix` gives, known without reading its numbers."""
         ...
 
     def stack_as_stored(self, names: Sequence[str]) -> bool:
@@ -52,7 +52,7 @@ class StoredFormats(Protocol):
         ...
 
 
-class OpenCheckpoint(Checkpoint, StoredFormats, Protocol):
+class OpenCheckpoint(Checkpoint, StoredMatrices, Protocol):
     """A checkpoint that knows its formats before it is read."""
 
 

@@ -33,7 +33,8 @@ from bifolio.input_files import LARGE_BYTES, parse_json, read_text
 from bifolio.kernels.huge_pages import ALIGN, map_tensor
 from bifolio.kernels.mapped_weights import PAGE, MappedFile, MappedRecord, RecordCache
 from bifolio.kernels.native import NativeOps
-from bifolio.kernels.native_linear import NativeWeight, Packing
+from bifolio.kernels.native_linear import NativeWeight, packing
+from bifolio.kernels.packing import Packing
 from bifolio.quant.quant_tensor import QuantTensor
 
 _LAYOUT = 3
@@ -228,12 +229,12 @@ class ExpertFiles:
         parts: list[_Part] = []
         end = 0
         for weight in weights:
-            packing, at = Packing.of(weight), end
-            end += _up(packing.layout().packed_bytes, ALIGN)
+            packed, at = packing(weight), end
+            end += _up(packed.layout().packed_bytes, ALIGN)
             order_at = None
             if weight.order_k is not None:
                 order_at, end = end, end + _up(weight.k * _ORDER_BYTES, ALIGN)
-            parts.append(_Part(packing, at, order_at))
+            parts.append(_Part(packed, at, order_at))
         record = map_tensor(_up(end, PAGE))
         for part, weight in zip(parts, weights, strict=True):
             layout = part.packing.layout()

@@ -17,9 +17,9 @@ from bifolio.checkpoint.gguf import FLOATS, KEPT, TYPES, GGUFFile
 from bifolio.checkpoint.gguf_blocks import matrix_format, read_matrix, read_values
 from bifolio.checkpoint.gguf_spec import ROPE_FACTORS
 from bifolio.checkpoint.tensor_files import read_tensor
-from bifolio.formats import WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec import ModelSpec
+from bifolio.spec.quantization import StoredMatrix
 from bifolio.spec.weights import WeightMatrix
 
 _GLOBAL_PARTS = {
@@ -73,8 +73,8 @@ class GGUFCheckpoint:
         rows = self._rows(name, values.shape[0])
         return values if rows is None else values[rows]
 
-    def format(self, name: str) -> WeightFormat:
-        return matrix_format(self._file.tensors[self._stored[name]].type)
+    def stored_matrix(self, name: str) -> StoredMatrix:
+        return StoredMatrix(matrix_format(self._file.tensors[self._stored[name]].type))
 
     def stack_as_stored(self, names: Sequence[str]) -> bool:  # noqa: ARG002
         return True

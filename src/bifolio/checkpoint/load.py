@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from bifolio.checkpoint.checkpoint import Checkpoint, check_tensors, identity
 from bifolio.checkpoint.expert_files import ExpertFiles
 from bifolio.checkpoint.gguf_model import GGUFCheckpoint
 from bifolio.checkpoint.open import open_checkpoint
-from bifolio.checkpoint.precision import as_stored
 from bifolio.checkpoint.source import ModelSource
 from bifolio.checkpoint.weight_reader import Progress, WeightReader
 from bifolio.errors import ConfigError
@@ -27,7 +25,7 @@ from bifolio.layers.decoder import Decoder
 from bifolio.layers.rope import rope_table
 from bifolio.spec import ModelSpec
 from bifolio.spec.families.registry import FAMILIES
-from bifolio.spec.weights import ModelTensors, WeightMatrix
+from bifolio.spec.weights import FormatRule, ModelTensors, WeightMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +74,17 @@ def load_models(
     ops: Ops,
     *,
     positions: int | None = None,
-    auto: Callable[[WeightFormat], WeightFormat] = as_stored,
     experts: Path | None = None,
     expert_memory: int = 0,
     progress: Progress = lambda _done, _total: None,
 ) -> LoadedModels:
     """Take in the weights of both phases, one after the other, weight by weight.
 
-    `positions` bounds the positions that will be used (None: all that the model knows). `auto`
-    gives the format for `weights=auto`, from the stored one. With `experts`, a folder, experts are
-    packed into files in it, once, and mapped from there; `expert_memory` bounds the bytes of them
-    in memory (0: the system decides). CheckpointError names tensors that
-    are missing, left over or misshapen; UnsupportedError a format that `ops` has no kernel for.
+    `positions` bounds the positions that will be used (None: all that the model knows). With
+    `experts`, a folder, experts are packed into files in it, once, and mapped from there;
+    `expert_memory` bounds the bytes of them in memory (0: the system decides). CheckpointError
+    names tensors that are missing, left over or misshapen; UnsupportedError a format that `ops`
+    has no kernel for.
     """
     spec = source.spec
     tensors = FAMILIES[spec.architecture](spec)
@@ -97,7 +94,7 @@ def load_models(
     name = identity(spec, files)
     mapped = None if experts is None else _mapped(experts, source, name, ops, expert_memory)
     total = len(list(tensors.all())) * len(phases)
-    reader = WeightReader(checkpoint, ops, auto, progress, total, mapped)
+    reader = WeightReader(checkpoint, ops, _auto, progress, total, mapped)
     reader.check_tied(tensors)
     cos_sin = rope_table(spec.rope, min(positions or spec.max_position, spec.max_position))
     with returning_freed_memory():
@@ -115,6 +112,10 @@ def load_models(
         cache_scales=scales,
         widened=_widened(checkpoint, tensors, plan),
     )
+
+
+def _auto(stored: WeightFormat) -> WeightFormat:
+    return FormatRule.PLANNED.resident_format(stored, None)
 
 
 def _widened(checkpoint: Checkpoint, tensors: ModelTensors, plan: PrecisionPlan) -> tuple[str, ...]:

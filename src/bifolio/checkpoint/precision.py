@@ -7,14 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from bifolio.formats import BF16, FP8_BLOCK, FP32, Number, Scaling, WeightFormat
+from bifolio.formats import FP8_BLOCK, FP32, Number, Scaling, WeightFormat
 from bifolio.quant import dequantize, encode
 from bifolio.quant.quant_tensor import QuantTensor
-
-
-def as_stored(stored: WeightFormat) -> WeightFormat:
-    """The policy for `weights=auto`: quantised weights keep their own bits, floats become bf16."""
-    return BF16 if stored.number is Number.FP32 else stored
 
 
 def convert(weight: QuantTensor, wanted: WeightFormat) -> QuantTensor:

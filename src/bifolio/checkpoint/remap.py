@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -11,9 +12,9 @@ from bifolio.checkpoint.checkpoint import OpenCheckpoint
 from bifolio.checkpoint.precision import rows_format, take_rows
 from bifolio.checkpoint.tensor_files import TensorFiles
 from bifolio.errors import CheckpointError
-from bifolio.formats import WeightFormat
 from bifolio.quant.quant_tensor import QuantTensor
 from bifolio.spec import ModelSpec
+from bifolio.spec.quantization import StoredMatrix
 
 LANGUAGE_MODEL = "language_model."
 """Before the names of the tensors of a model that also sees."""
@@ -180,12 +181,13 @@ class GateAndUp:
     def vector(self, name: str) -> Tensor:
         return self._checkpoint.vector(name)
 
-    def format(self, name: str) -> WeightFormat:
-        stored, rows = self._cuts.get(name, (name, None))
-        fmt = self._checkpoint.format(stored)
+    def stored_matrix(self, name: str) -> StoredMatrix:
+        whole, rows = self._cuts.get(name, (name, None))
+        stored = self._checkpoint.stored_matrix(whole)
         if rows is None:
-            return fmt
-        return rows_format(fmt, rows, self._checkpoint.shapes[stored][0])
+            return stored
+        fmt = rows_format(stored.format, rows, self._checkpoint.shapes[whole][0])
+        return replace(stored, format=fmt)
 
     def stack_as_stored(self, names: Sequence[str]) -> bool:
         return self._checkpoint.stack_as_stored([self._cuts.get(n, (n,))[0] for n in names])

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from bifolio.checkpoint.layouts import layout_of
-from bifolio.checkpoint.layouts.layout import FLOATS, Layout, Parts, alike
+from bifolio.checkpoint.layouts.layout import FLOATS, Layout, Parts, alike, reordered
 from bifolio.checkpoint.tensor_files import TensorFiles
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.formats import BF16, FP32, WeightFormat
+from bifolio.formats import BF16, FP32
 from bifolio.quant.quant_tensor import QuantTensor
-from bifolio.spec.quantization import StoredQuantization
+from bifolio.spec.quantization import StoredMatrix, StoredQuantization
+
+_SCALES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 class StoredWeights:
@@ -61,11 +63,16 @@ class StoredWeights:
     def vector(self, name: str) -> Tensor:
         return self._files.tensor(name).to(torch.float32, copy=True)
 
-    def format(self, name: str) -> WeightFormat:
-        if name.removesuffix(".weight") in self._quantised:
-            assert self._layout is not None
-            return self._layout.format
-        return BF16 if self._files.dtypes[name] == "BF16" else FP32
+    def stored_matrix(self, name: str) -> StoredMatrix:
+        at = name.removesuffix(".weight")
+        if at not in self._quantised or self._layout is None:
+            return StoredMatrix(BF16 if self._files.dtypes[name] == "BF16" else FP32)
+        parts = Parts(self._files, at)
+        return StoredMatrix(
+            self._layout.format,
+            _SCALES[parts.dtype(self._layout.scales)],
+            reordered(self._layout, parts),
+        )
 
     def stack_as_stored(self, names: Sequence[str]) -> bool:
         """They do where their scales have one type and their columns one order."""

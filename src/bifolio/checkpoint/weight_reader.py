@@ -12,7 +12,7 @@ from bifolio.checkpoint.checkpoint import Checkpoint
 from bifolio.checkpoint.expert_files import ExpertFiles
 from bifolio.checkpoint.precision import convert, stack
 from bifolio.errors import CheckpointError, UnsupportedError
-from bifolio.formats import BF16, FP32, Number, WeightFormat
+from bifolio.formats import BF16, Number, WeightFormat
 from bifolio.kernels.ops import Norm, Ops, Weight
 from bifolio.quant import encode
 from bifolio.quant.dequantize import dequantize
@@ -62,16 +62,11 @@ class WeightReader:
         wish: WeightFormat | None,
         cut: Callable[[Tensor], list[Tensor]],
     ) -> tuple[Weight, ...]:
-        """The weights that `cut` makes of a decoded matrix, never in fewer bits than it had.
-
-        They are bf16 where that is asked for or the matrix is stored as bf16 or is a float of a
-        quantised plan, and else fp32, which holds what a quantised matrix means exactly.
-        """
+        """The weights that `cut` makes of a decoded matrix, in the format that its rule says."""
         if matrix not in self._cuts:
             self._cuts[matrix] = {}
         stored = self._stored(matrix)
-        is_float = stored.format.number in (Number.BF16, Number.FP32)
-        fmt = wish if wish in (BF16, FP32) else BF16 if is_float else FP32
+        fmt = matrix.rule.resident_format(stored.format, wish)
         if fmt not in self._cuts[matrix]:
             parts = cut(dequantize(stored))
             self._cuts[matrix][fmt] = tuple(

@@ -162,7 +162,8 @@ def plan(options: PlanOptions) -> None:
         return
     if options.model is None:
         raise ConfigError("say what to plan for: --model NAME, or --published")
-    model, formats = find_model(options.model), options.plan
+    formats = options.plan
+    model = find_model(options.model, formats)
     deployment = Deployment(
         model=model.spec,
         stored=model.stored,

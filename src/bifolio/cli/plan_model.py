@@ -1,27 +1,25 @@
 """What `bifolio plan` is asked about: a preset, a config.json, a folder or a GGUF file; a device.
 
-No weights are read, only headers, and no torch is loaded.
+No weights are read, only headers; presets and a config.json need no torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bifolio.checkpoint.gguf import KEPT, TYPES, GGUFFile, GGUFTensor
-from bifolio.checkpoint.gguf_spec import gguf_spec
+from bifolio.checkpoint.source import ModelSource
 from bifolio.config import parse_bytes
-from bifolio.errors import CheckpointError, ConfigError
-from bifolio.formats import BF16, PrecisionPlan, WeightFormat
+from bifolio.errors import CheckpointError, ConfigError, UnsupportedError
+from bifolio.formats import PrecisionPlan
 from bifolio.input_files import read_object, visible
+from bifolio.lab.plan.checkpoint_weights import CheckpointWeights
 from bifolio.lab.plan.hardware import Device, find_device
 from bifolio.lab.plan.presets import PRESETS
-from bifolio.lab.plan.storage import Storage, planned, read_checkpoint
+from bifolio.lab.plan.storage import Storage, planned, read_checkpoint, read_shapes, stored_formats
 from bifolio.spec import ModelSpec
-from bifolio.spec.weights import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +33,59 @@ class PlannedModel:
     notes: tuple[str, ...] = ()
 
 
-def find_model(name: str) -> PlannedModel:
+def find_model(name: str, plan: PrecisionPlan | None = None) -> PlannedModel:
     """A preset's name, a folder in the Hugging Face layout, a config.json or a .gguf file.
 
-    ConfigError lists the presets; CheckpointError names the file that cannot be read.
+    ConfigError lists the presets; CheckpointError names the file that cannot be read;
+    UnsupportedError the stored format, unless `plan` gives all weights another.
     """
     if preset := PRESETS.get(name.lower()):
         spec, stored = read_checkpoint(preset.config)
         if preset.fetched:
             fetched = planned(spec, PrecisionPlan.parse(preset.fetched).decode, stored)
-            source = f"as `bifolio serve {name.lower()}` has them; for those published, --plan bf16"
-            stored = replace(fetched, source=source)
+            origin = f"as `bifolio serve {name.lower()}` has them; for those published, --plan bf16"
+            stored = replace(fetched, source=origin)
         notes = (preset.note,) if preset.note else ()
         return PlannedModel(name.lower(), preset.hub_id, spec, stored, notes)
     path = Path(name).expanduser()
-    if path.is_dir():
-        spec, stored = read_checkpoint(_read_json(path / "config.json"))
-        return PlannedModel(name, name, spec, stored, _on_disk(path))
-    if path.suffix == ".json" and path.is_file():
-        spec, stored = read_checkpoint(_read_json(path))
-        return PlannedModel(name, str(path.parent), spec, stored)
+    if path.is_dir() and visible(path, "*.safetensors"):
+        source = ModelSource(name, path)
+        spec = source.spec
+        stored = _stored_or_planned(plan, lambda: _on_disk(source))
+        return PlannedModel(name, name, spec, stored, _file_sizes(path))
+    if path.is_dir() or (path.suffix == ".json" and path.is_file()):
+        config = _read_json(path / "config.json" if path.is_dir() else path)
+        spec = read_shapes(config)
+        stored = _stored_or_planned(plan, lambda: stored_formats(spec, config))
+        return PlannedModel(name, name if path.is_dir() else str(path.parent), spec, stored)
     if path.suffix == ".gguf" and path.is_file():
-        return _from_gguf(name, path)
+        source = ModelSource(name, path)
+        notes = (f"the file takes {path.stat().st_size:,} B",)
+        return PlannedModel(name, str(path), source.spec, _on_disk(source), notes)
     raise ConfigError(
         f"there is no model {name!r}; give a folder, a config.json, a .gguf file, or one of "
         f"{', '.join(PRESETS)}"
     )
+
+
+def _stored_or_planned(plan: PrecisionPlan | None, read: Callable[[], Storage]) -> Storage:
+    """The stored formats; where they cannot be read, none if the plan does without them."""
+    try:
+        return read()
+    except UnsupportedError as error:
+        if plan is not None and all(side.weights for side in plan.sides):
+            return Storage((), "as planned; the stored format cannot be loaded")
+        raise UnsupportedError(
+            f"{error}; hint: --plan weights=FORMAT plans it in another format"
+        ) from error
+
+
+def _on_disk(source: ModelSource) -> Storage:
+    """By the headers of files, which torch reads: imported here for the presets' sake."""
+    from bifolio.checkpoint.open import stored_matrices
+
+    weights = CheckpointWeights.of(source.spec, stored_matrices(source))
+    return Storage((), "as stored", checkpoint=weights)
 
 
 def find_hardware(name: str, memory: str | None, efficiency: int) -> Device:
@@ -87,51 +112,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _on_disk(folder: Path) -> tuple[str, ...]:
+def _file_sizes(folder: Path) -> tuple[str, ...]:
     files = [path for path in visible(folder, "*.safetensors") if path.is_file()]
-    if not files:
-        return ()
     size = sum(file.stat().st_size for file in files)
     return (f"the folder's {len(files)} safetensors files take {size:,} B",)
-
-
-_GGUF_KINDS = {
-    "token_embd": Kind.EMBEDDING,
-    "output": Kind.HEAD,
-    "attn_q": Kind.ATTENTION,
-    "attn_k": Kind.ATTENTION,
-    "attn_v": Kind.ATTENTION,
-    "attn_output": Kind.ATTENTION,
-    "ffn_gate": Kind.DENSE_MLP,
-    "ffn_up": Kind.DENSE_MLP,
-    "ffn_down": Kind.DENSE_MLP,
-}
-"""Kinds of matrices by the last part of their name before `.weight`."""
-
-_FUSED = dict.fromkeys(("attn_q", "attn_k", "attn_v"), "qkv")
-_FUSED |= dict.fromkeys(("ffn_gate", "ffn_up"), "gate_up")
-"""Those that are one matrix of a layer when they are served, and so in one format."""
-
-
-def _from_gguf(name: str, path: Path) -> PlannedModel:
-    file = GGUFFile(path)
-    matrices: dict[tuple[Kind, str], list[GGUFTensor]] = {}
-    for tensor_name, tensor in file.tensors.items():
-        layer, _, part = tensor_name.removesuffix(".weight").rpartition(".")
-        if tensor_name.endswith(".weight") and part in _GGUF_KINDS:
-            matrix = (_GGUF_KINDS[part], f"{layer}.{_FUSED.get(part, part)}")
-            matrices.setdefault(matrix, []).append(tensor)
-    sizes: dict[Kind, Counter[WeightFormat]] = {}
-    for (kind, _), tensors in matrices.items():
-        types = {TYPES[tensor.type].name for tensor in tensors}
-        fmt = KEPT.get(types.pop(), BF16) if len(types) == 1 else BF16
-        sizes.setdefault(kind, Counter())[fmt] += sum(math.prod(t.shape) for t in tensors)
-    formats = {kind: count.most_common(1)[0][0] for kind, count in sizes.items()}
-    mixed = [str(kind) for kind, count in sizes.items() if len(count) > 1]
-    notes = [f"the file takes {path.stat().st_size:,} B"]
-    if mixed:
-        notes.append(f"{', '.join(mixed)}: several formats; the most frequent is counted for all")
-    stored = Storage(
-        tuple(formats.items()), "as in the file; types without a format of ours become bf16"
-    )
-    return PlannedModel(name, str(path), gguf_spec(file), stored, tuple(notes))

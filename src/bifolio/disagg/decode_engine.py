@@ -12,7 +12,7 @@ import msgspec
 from bifolio.cache.manager import PageTable
 from bifolio.config import EngineConfig
 from bifolio.disagg.addresses import Listener, listen
-from bifolio.disagg.handoff_stats import ReceivedStats
+from bifolio.disagg.handoff_stats import sum_received
 from bifolio.disagg.identity import hello_of
 from bifolio.disagg.link import Link, LinkState
 from bifolio.disagg.pool_sink import PoolReservation, PoolSink
@@ -21,19 +21,12 @@ from bifolio.disagg.protocol import Role
 from bifolio.disagg.receiver import HandoffReceiver
 from bifolio.disagg.transport import Transport
 from bifolio.engine.engine import Engine, Progress
-from bifolio.engine.messages import (
-    Connect,
-    Disconnect,
-    EngineStats,
-    Listen,
-    Listening,
-    Outputs,
-    PeerNews,
-)
+from bifolio.engine.messages import Connect, Disconnect, Listen, Listening, Outputs, PeerNews
 from bifolio.engine.runner import Tamper
 from bifolio.errors import PairError, RequestError
 from bifolio.formats import Phase
 from bifolio.request import ErrorCode, FinishReason, Output, PrefillResult, Request
+from bifolio.stats import EngineStats, HandoffStats
 
 _BUSY_PATIENCE, _IDLE_PATIENCE = 0.005, 0.25
 
@@ -49,7 +42,8 @@ class DecodePeers:
         self._secret = b""
         self._sides: list[HandoffReceiver[PoolReservation]] = []
         self._news: list[Outputs | Listening | PeerNews] = []
-        self.tally = ReceivedStats()
+        self._ended = HandoffStats()
+        """Counters of connections that have ended."""
 
     @property
     def poll_timeout(self) -> float:
@@ -88,10 +82,15 @@ class DecodePeers:
         for side in self._sides:
             side.poll()
         for side in [s for s in self._sides if s.link.state is LinkState.CLOSED]:
-            self.tally.closed(side.counts)
+            self._ended = sum_received([self._ended, side.counts])
             self._sides.remove(side)
         news, self._news = self._news, []
         return news
+
+    def stats(self, *, open_handoffs: int) -> HandoffStats:
+        """Hand-offs over all connections, those that have ended too."""
+        received = sum_received([self._ended, *(side.counts for side in self._sides)])
+        return msgspec.structs.replace(received, open=open_handoffs, peers=len(self._sides))
 
     def abort(self, request_id: str) -> None:
         """Stop the transfer of a request that is not admitted yet."""
@@ -184,8 +183,9 @@ class DecodeEngine(Engine):
         self._peers.abort(request_id)
 
     def stats(self) -> EngineStats:
-        sides = [side.counts for side in self._peers.sides]
-        return self._with_handoff(self._peers.tally.stats(self.scheduler.stats(), sides))
+        stats = super().stats()
+        handoff = self._peers.stats(open_handoffs=stats.reservations)
+        return msgspec.structs.replace(stats, handoff=handoff)
 
     def close(self) -> None:
         self._peers.close()

@@ -17,20 +17,12 @@ from dataclasses import dataclass
 import structlog
 
 from bifolio.config import EngineConfig, TlsFiles
-from bifolio.engine.messages import (
-    Connect,
-    Disconnect,
-    EngineStats,
-    Listen,
-    Listening,
-    Loading,
-    PeerNews,
-    Tls,
-)
+from bifolio.engine.messages import Connect, Disconnect, Listen, Listening, Loading, PeerNews, Tls
 from bifolio.errors import ConfigError, EngineDeadError
 from bifolio.process.client import AsyncEngine, WorkerView
 from bifolio.process.launcher import Launcher, LocalLauncher
 from bifolio.scheduler.routing import PrefixIndex
+from bifolio.stats import EngineStats
 
 log = structlog.get_logger(__name__)
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from bifolio.config import EngineConfig
 from bifolio.disagg.addresses import Dialer
 from bifolio.disagg.handoff_kernels import hand_off_kernels
-from bifolio.disagg.handoff_stats import SentStats, TimedSource
+from bifolio.disagg.handoff_stats import TimedSource, count_sent
 from bifolio.disagg.identity import hello_of
 from bifolio.disagg.link import Link, LinkState
 from bifolio.disagg.pool_source import PoolSource
@@ -26,18 +27,11 @@ from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender
 from bifolio.disagg.timing import Timing
 from bifolio.disagg.transport import Transport
 from bifolio.engine.engine import Engine, Progress
-from bifolio.engine.messages import (
-    Connect,
-    Disconnect,
-    EngineStats,
-    Listen,
-    Listening,
-    Outputs,
-    PeerNews,
-)
+from bifolio.engine.messages import Connect, Disconnect, Listen, Listening, Outputs, PeerNews
 from bifolio.engine.runner import Tamper
 from bifolio.request import ErrorCode, FinishReason, Output, PrefillResult, Request
 from bifolio.scheduler.step import Step
+from bifolio.stats import EngineStats, HandoffStats
 
 log = structlog.get_logger(__name__)
 
@@ -65,10 +59,10 @@ class PrefillPeers:
     def __init__(self, engine: PrefillEngine) -> None:
         self._scheduler = engine.scheduler
         self._dial = Dialer()
-        self.tally = SentStats()
+        self.sent = HandoffStats()
         kernels = hand_off_kernels(engine.kernels)
         source = PoolSource(engine.pool, kernels, integrity=engine.runner.seals is not None)
-        self._source = TimedSource(source, self.tally)
+        self._source = TimedSource(source, self.sent)
         self._hello = hello_of(engine, Role.PREFILL)
         self._record_bytes = engine.pool.spec.page_bytes
         self._sides: dict[str, HandoffSender] = {}
@@ -141,7 +135,7 @@ class PrefillPeers:
             self._announced.discard(name)
             del self._sides[name]
             news.append(PeerNews(name, ready=False, refused=side.link.refused, reason=reason))
-        self.tally.open, self.tally.peers = len(self._routed), len(self._announced)
+        self.sent.open, self.sent.peers = len(self._routed), len(self._announced)
         return news
 
     def _watch_holds(self) -> None:
@@ -230,7 +224,7 @@ class PrefillPeers:
             return
         self._scheduler.abort(event.request_id)
         self._scheduler.release(event.request_id)
-        self.tally.count(event)
+        count_sent(self.sent, event)
         if isinstance(event, Delivered):
             self._news.append(Output(id=event.request_id, finish=FinishReason.HANDOFF))
             return
@@ -279,7 +273,9 @@ class PrefillEngine(Engine):
         super().close()
 
     def stats(self) -> EngineStats:
-        return self._with_handoff(self._peers.tally.stats(self.scheduler.stats()))
+        sent = self._peers.sent
+        sent = msgspec.structs.replace(sent, failed=dict(sent.failed))
+        return msgspec.structs.replace(super().stats(), handoff=sent)
 
 
 def create(config: EngineConfig, progress: Progress) -> PrefillEngine:

@@ -39,6 +39,7 @@ from bifolio.disagg.transport import Records
 from bifolio.errors import OverloadedError, PairError, RequestError
 from bifolio.request import PrefillResult, Request
 from bifolio.scheduler.queue import MAX_OVERTAKEN
+from bifolio.stats import HandoffStats
 
 log = structlog.get_logger(__name__)
 
@@ -122,18 +123,6 @@ class _Incoming(Generic[R]):
         return self.offer.request
 
 
-@dataclass(slots=True)
-class Received:
-    """Counters of one connection."""
-
-    admitted: int = 0
-    pages: int = 0
-    known_pages: int = 0
-    nbytes: int = 0
-    ended: dict[Cause, int] = field(default_factory=dict)
-    """Transfers that were declined or aborted, from either side, by cause."""
-
-
 class HandoffReceiver(Generic[R]):
     """Receives hand-offs over one link. Not thread-safe: the thread that steps the engine calls it.
 
@@ -142,7 +131,7 @@ class HandoffReceiver(Generic[R]):
 
     def __init__(self, link: Link, sink: PageSink[R], *, max_queue: int = 256) -> None:
         self.link = link
-        self.counts = Received()
+        self.counts = HandoffStats()
         self._sink = sink
         self._max_queue = max_queue
         self._incoming: dict[int, _Incoming[R]] = {}
@@ -303,7 +292,7 @@ class HandoffReceiver(Generic[R]):
             self._abort(incoming, Cause.OVERLOADED, str(error))
         else:
             del self._incoming[finish.transfer]
-            self.counts.admitted += 1
+            self.counts.delivered += 1
             self.counts.known_pages += incoming.known
             self._unsettled[finish.transfer] = request.id
             self.link.send(Admitted(finish.transfer))
@@ -401,7 +390,7 @@ class HandoffReceiver(Generic[R]):
         self._sink.withdraw(request_id)
 
     def _count(self, cause: Cause) -> None:
-        self.counts.ended[cause] = self.counts.ended.get(cause, 0) + 1
+        self.counts.failed[str(cause)] = self.counts.failed.get(str(cause), 0) + 1
 
     def _busy(self) -> list[int]:
         return [i.offer.transfer for i in self._waiting()]

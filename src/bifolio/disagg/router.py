@@ -22,11 +22,12 @@ import msgspec
 import structlog
 
 from bifolio.disagg.fleet import Fleet, FleetWorker
-from bifolio.engine.messages import EngineInfo, EngineStats
+from bifolio.engine.messages import EngineInfo
 from bifolio.errors import BifolioError, EngineDeadError
 from bifolio.process.client import AsyncEngine, WorkerView
 from bifolio.request import ErrorCode, FinishReason, Output, Request, Route
 from bifolio.scheduler.routing import DecodeChoice, PrefillChoice, choose_decode, choose_prefill
+from bifolio.stats import EngineStats
 
 log = structlog.get_logger(__name__)
 
@@ -354,7 +355,7 @@ class PoolRouter:
         choices = [
             DecodeChoice(
                 name=member.name,
-                pages=member.stats.pages_free + member.stats.pages_cached,
+                pages=member.stats.free_pages + member.stats.cached_pages,
                 promised=member.promised,
                 tokens=member.tokens,
             )

@@ -17,7 +17,7 @@ from bifolio.checkpoint.load import LoadedModels, load_models
 from bifolio.checkpoint.source import resolve_source
 from bifolio.checkpoint.token_ids import token_ids
 from bifolio.config import EngineConfig, size_text
-from bifolio.engine.messages import EngineInfo, EngineStats, HandoffStats
+from bifolio.engine.messages import EngineInfo
 from bifolio.engine.peers import Peers
 from bifolio.engine.recorded import RecordedModel, StepModel
 from bifolio.engine.runner import ModelRunner, RunnerLimits, Tamper
@@ -34,6 +34,7 @@ from bifolio.scheduler.limits import SchedulerLimits
 from bifolio.scheduler.scheduler import Scheduler
 from bifolio.scheduler.step import Step
 from bifolio.spec import ModelSpec, PageSpec
+from bifolio.stats import EngineStats
 
 SURVEYED_AT_A_TIME = 16
 """Mapped experts looked at between two heartbeats: a few milliseconds."""
@@ -226,32 +227,14 @@ class Engine:
         if stalled is not None and not self._stalled:
             log.error("no progress", state=stalled)
         self._stalled = stalled is not None
-        return EngineStats(
-            steps=stats.steps,
-            progress=stats.computed_tokens + stats.finished + stats.aborted,
-            running=stats.running,
-            waiting=stats.waiting,
-            pages_free=stats.free_pages,
-            pages_cached=stats.cached_pages,
-            pages_live=stats.live_pages,
-            pages_quarantined=stats.quarantined_pages,
-            prompt_tokens=stats.query_tokens,
-            generation_tokens=stats.generated_tokens,
-            preemptions=stats.preemptions,
-            prefix_queries=stats.query_tokens,
-            prefix_hits=stats.hit_tokens,
-            pages_checked=stats.pages_checked,
-            integrity_failures=stats.integrity_faults,
-            logits_faults=stats.logits_faults,
+        return msgspec.structs.replace(
+            stats,
             seals_checked=seals.checked if seals else 0,
             seal_failures=seals.failures if seals else 0,
             weight_bytes=self.models.nbytes,
             expert_bytes_mapped=mapped.nbytes if mapped else 0,
             expert_bytes_resident=mapped.resident if mapped else 0,
         )
-
-    def _with_handoff(self, handoff: HandoffStats) -> EngineStats:
-        return msgspec.structs.replace(Engine.stats(self), handoff=handoff)
 
     @property
     def model(self) -> str:

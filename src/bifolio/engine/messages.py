@@ -20,6 +20,7 @@ from enum import StrEnum
 import msgspec
 
 from bifolio.request import Output, Request
+from bifolio.stats import EngineStats
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -153,66 +154,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     param: str | None = None
     code: str | None = None
     retry_after: float = 0.0
-
-
-class HandoffStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Counters of hand-offs that this engine sent or received, since the start.
-
-    `failed` counts by cause. `nbytes` are those of page records on the wire, failed attempts
-    included; `known_pages` were not sent, since the other side had them; `hidden_pages` of those
-    sent left before their prompt was computed to its end. `exposed_seconds` pass between that and
-    the admission elsewhere. `encode_seconds` went into checking, converting and digesting pages.
-    `held_pages` are of `holds` transfers, `reserved_pages` set apart for `open` ones.
-    """
-
-    delivered: int = 0
-    failed: dict[str, int] = {}
-    open: int = 0
-    peers: int = 0
-    pages: int = 0
-    hidden_pages: int = 0
-    known_pages: int = 0
-    nbytes: int = 0
-    exposed_seconds: float = 0.0
-    encode_seconds: float = 0.0
-    held_pages: int = 0
-    holds: int = 0
-    reserved_pages: int = 0
-    pages_lost: int = 0
-
-
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """The heartbeat: it passes through the loop that steps, so a hung step stops it.
-
-    Gauges hold at that moment; the others count since the start. `progress` moves whenever any
-    request got nearer to its end (tokens computed and tokens emitted). Prefix queries and hits
-    are in tokens. `weight_bytes` are kept in memory, mapped experts are not among them.
-    `integrity_failures` and `logits_faults` are requests that were ended, `seal_failures` pages
-    whose bytes had changed, whether a request met them or not.
-    """
-
-    steps: int = 0
-    progress: int = 0
-    running: int = 0
-    waiting: int = 0
-    pages_free: int = 0
-    pages_cached: int = 0
-    pages_live: int = 0
-    pages_quarantined: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    pages_checked: int = 0
-    integrity_failures: int = 0
-    logits_faults: int = 0
-    seals_checked: int = 0
-    seal_failures: int = 0
-    weight_bytes: int = 0
-    expert_bytes_mapped: int = 0
-    expert_bytes_resident: int = 0
-    handoff: HandoffStats | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

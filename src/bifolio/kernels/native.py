@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bifolio.errors import ConfigError, UnsupportedError
@@ -17,6 +16,7 @@ from bifolio.kernels.native_latent import NativeLatentOps
 from bifolio.kernels.native_linear import LinearOps
 from bifolio.kernels.native_pages import PageOps
 from bifolio.kernels.native_sampling import NativeSampling
+from bifolio.kernels.packing import load_native
 from bifolio.kernels.result_arena import Arena
 from bifolio.machine import default_threads
 
@@ -73,7 +73,7 @@ class NativeOps(
     name = "native"
 
     def __init__(self, threads: int = 0, isa: str | None = None) -> None:
-        native = _load()
+        native = load_native()
         chosen = isa or os.environ.get(ISA_VARIABLE) or "auto"
         if threads < 0:
             raise ConfigError(f"threads={threads} must be at least 0 (all that can compute)")
@@ -110,21 +110,10 @@ class NativeOps(
             tape._calls = self._runtime.stop_recording()
 
 
-def _load() -> ModuleType:
-    try:
-        from bifolio import _native
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the native kernels are not built ({error}); install the package, build it as "
-            "CMakeLists.txt says, or choose kernels=reference"
-        ) from error
-    return _native
-
-
 def available() -> bool:
     """Whether this build has native kernels."""
     try:
-        _load()
+        load_native()
     except UnsupportedError:
         return False
     return True
@@ -132,4 +121,4 @@ def available() -> bool:
 
 def isas() -> tuple[str, ...]:
     """Instruction sets that this build has and this processor runs, the slowest first."""
-    return tuple(_load().supported_isas())
+    return tuple(load_native().supported_isas())

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bifolio.formats import FP8_BLOCK, Number, Scaling, WeightFormat
+from bifolio.formats import FP8_BLOCK, Scaling, WeightFormat
 from bifolio.kernels.huge_pages import Region
 from bifolio.kernels.mapped_weights import MappedRecord
 from bifolio.kernels.ops import Norm, Weight
+from bifolio.kernels.packing import Packing
 from bifolio.kernels.result_arena import Arena
 from bifolio.quant.quant_tensor import QuantTensor
 
@@ -19,43 +20,6 @@ if TYPE_CHECKING:
     from bifolio import _native
 
 _SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """What has to be known of packed bytes to multiply with them."""
-
-    format: WeightFormat
-    n: int
-    k: int
-    scales: str
-    """Their type: none, fp16, bf16, fp32 or block."""
-    zeros: bool
-    """Whether offsets are zero points."""
-    gated: bool
-    """Whether rows are gates, then as many ups."""
-
-    @classmethod
-    def of(cls, weight: QuantTensor) -> Packing:
-        """How a weight is going to be packed."""
-        zeros = weight.offsets is not None and weight.offsets.dtype is torch.uint8
-        return cls(weight.format, weight.n, weight.k, _scale_type(weight), zeros, weight.gated)
-
-    def layout(self) -> _native.WeightLayout:
-        from bifolio import _native
-
-        fmt = self.format
-        return _native.WeightLayout(
-            n=self.n,
-            k=self.k,
-            group=FP8_BLOCK if fmt.scaling is Scaling.BLOCK else fmt.group,
-            codes=str(fmt.number),
-            scales=self.scales,
-            offsets=fmt.zero_points,
-            zeros=self.zeros,
-            int8_activations=fmt.int8_activations,
-            gated=self.gated,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +61,7 @@ class LinearOps:
 
     def prepare(self, weight: QuantTensor, bias_n: Tensor | None = None) -> NativeWeight:
         """Pack a weight; the QuantTensor is not kept."""
-        layout = Packing.of(weight).layout()
+        layout = packing(weight).layout()
         packed = torch.from_numpy(self._region.take(layout.packed_bytes))
         self.pack(weight, layout, packed)
         bias = None if bias_n is None else bias_n.to(torch.float32).contiguous()
@@ -181,18 +145,11 @@ class LinearOps:
         return y
 
 
-def _scale_type(weight: QuantTensor) -> str:
-    fmt = weight.format
-    match fmt.scaling:
-        case Scaling.NONE:
-            return "none"
-        case Scaling.BLOCK if not weight.gated:
-            return "block"
-        case _ if fmt.number is Number.FP8:
-            return "fp32"
-        case _:
-            assert weight.scales is not None
-            return _SCALES[weight.scales.dtype]
+def packing(weight: QuantTensor) -> Packing:
+    """How a weight is going to be packed."""
+    scales = "none" if weight.scales is None else _SCALES[weight.scales.dtype]
+    zeros = weight.offsets is not None and weight.offsets.dtype is torch.uint8
+    return Packing.of(weight.format, weight.n, weight.k, scales, zeros=zeros, gated=weight.gated)
 
 
 def _half_offsets(weight: QuantTensor) -> Tensor | None:

@@ -19,7 +19,7 @@ from bifolio.request import SamplingParams
 from bifolio.text.answer_text import AnswerPiece
 
 if TYPE_CHECKING:
-    from bifolio.engine.messages import EngineStats
+    from bifolio.stats import EngineStats
     from bifolio.text.tokenizer import Tokenizer
 
 

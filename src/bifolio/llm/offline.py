@@ -26,7 +26,7 @@ from bifolio.text.answer_text import AnswerPiece
 
 if TYPE_CHECKING:
     from bifolio.engine.engine import Engine
-    from bifolio.engine.messages import EngineStats
+    from bifolio.stats import EngineStats
     from bifolio.text.tokenizer import Tokenizer
 
 _SCRUB_SECONDS = 0.25

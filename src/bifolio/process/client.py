@@ -27,7 +27,6 @@ from bifolio.engine.messages import (
     Disconnect,
     EngineInfo,
     EngineMessage,
-    EngineStats,
     Fatal,
     FrontMessage,
     Listen,
@@ -45,6 +44,7 @@ from bifolio.errors import BifolioError, EngineDeadError, OverloadedError, Reque
 from bifolio.process.channel import Unframer, frame
 from bifolio.process.launcher import Launcher, LocalLauncher, Process
 from bifolio.request import Output, Request
+from bifolio.stats import EngineStats
 
 ENGINE_FACTORY = "bifolio.engine.engine:create"
 """Builds the real engine; tests name a scripted one."""

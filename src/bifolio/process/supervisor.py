@@ -13,10 +13,11 @@ from contextlib import aclosing, suppress
 
 import structlog
 
-from bifolio.engine.messages import EngineInfo, EngineStats
+from bifolio.engine.messages import EngineInfo
 from bifolio.errors import EngineDeadError
 from bifolio.process.client import AsyncEngine, WorkerView
 from bifolio.request import Output, Request
+from bifolio.stats import EngineStats
 
 log = structlog.get_logger(__name__)
 

@@ -34,7 +34,6 @@ from bifolio.engine.messages import (
     Connect,
     Disconnect,
     EngineInfo,
-    EngineStats,
     Fatal,
     FrontMessage,
     Listen,
@@ -51,6 +50,7 @@ from bifolio.errors import BifolioError, OverloadedError, RequestError
 from bifolio.process import logs
 from bifolio.process.channel import Channel
 from bifolio.request import Output, Request
+from bifolio.stats import EngineStats
 
 BEAT_SECONDS = 0.25
 """Time between two heartbeats."""
@@ -109,6 +109,7 @@ class Worker:
         self._channel = channel
         self._engine = engine
         self._stats = EngineStats()
+        self._heartbeats = 0
         self._next_beat = 0.0
         engine.on_heartbeat(self._heartbeat)
 
@@ -135,15 +136,15 @@ class Worker:
                     channel.send(Outputs(outputs))
 
     def _beat(self, stats: EngineStats) -> None:
-        self._stats = stats
-        self._channel.send(stats)
+        self._stats = msgspec.structs.replace(stats, heartbeats=self._heartbeats)
+        self._channel.send(self._stats)
         self._next_beat = time.monotonic() + BEAT_SECONDS
 
     def _heartbeat(self) -> None:
         """Within a step counters change, so those from before it are sent again, as progress."""
         if time.monotonic() >= self._next_beat:
-            stats = self._stats
-            self._beat(msgspec.structs.replace(stats, progress=stats.progress + 1))
+            self._heartbeats += 1
+            self._beat(self._stats)
 
     def _take(self, message: FrontMessage) -> None:
         match message:

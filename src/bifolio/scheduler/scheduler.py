@@ -104,7 +104,7 @@ class Scheduler(SchedulerState):
         sequence = self._running.get(request_id) or self._waiting.get(request_id)
         if sequence is None:
             return None
-        self._counts["aborted"] += 1
+        self._counts.aborted += 1
         return self._end(sequence, FinishReason.ABORT)
 
     # ── requests from another engine ─────────────────────────────────────────────────────────
@@ -133,7 +133,7 @@ class Scheduler(SchedulerState):
         assert request.route is None, "an adopted request stays"
         sequence = self._sequence(request, table.token_ids)
         sequence.adopt(result)
-        self._counts["adopted"] += 1
+        self._counts.adopted += 1
         self._queue.enter(sequence)
         if not (self._running or self._waiting):
             self._last_progress = self._clock()
@@ -163,7 +163,7 @@ class Scheduler(SchedulerState):
             self._blocked.clear()
 
     def _lost(self, request_id: str) -> Output:
-        self._counts["pages_lost"] += 1
+        self._counts.pages_lost += 1
         return Output(
             id=request_id,
             finish=FinishReason.ERROR,
@@ -303,7 +303,7 @@ class Scheduler(SchedulerState):
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.table is not None
-        self._counts["preemptions"] += 1
+        self._counts.preemptions += 1
         if sequence.adopted or sequence.id in self.holds:
             self._end(sequence, FinishReason.ERROR)
             self._news.append(self._lost(sequence.id))
@@ -462,7 +462,7 @@ class Scheduler(SchedulerState):
             self.cache.query_tokens += sequence.prompt_len
             self.cache.hit_tokens += found
         else:
-            self._counts["replayed_tokens"] += max(0, sequence.lost_tokens - found)
+            self._counts.replayed_tokens += max(0, sequence.lost_tokens - found)
 
     # ── results in ───────────────────────────────────────────────────────────────────────────
 
@@ -486,11 +486,11 @@ class Scheduler(SchedulerState):
             assert sequence.table is not None
             self.cache.advance(sequence.table, row.end)
             sequence.collect(row, result)
-            self._counts["pages_checked"] += result.pages_checked
+            self._counts.pages_checked += result.pages_checked
             if row.sample:
                 self._append(sequence, row, result)
-        self._counts["steps"] += 1
-        self._counts["computed_tokens"] += computed
+        self._counts.steps += 1
+        self._counts.computed_tokens += computed
         if computed or not (self._running or self._waiting):
             self._last_progress = self._clock()
         return self.drain_outputs()
@@ -499,7 +499,7 @@ class Scheduler(SchedulerState):
         """Add a sampled token and apply the rules that end a request."""
         token = result.token
         assert token is not None, f"row of {row.request_id} sampled nothing"
-        self._counts["generated_tokens"] += 1
+        self._counts.generated_tokens += 1
         finish = self._emit(sequence, token, result.logprobs, sequence.take_prompt_logprobs())
         if finish is not None:
             self._end(sequence, finish)
@@ -531,7 +531,7 @@ class Scheduler(SchedulerState):
             output.finish = FinishReason.LENGTH
         elif sequence.request.route is not None:
             output.finish = FinishReason.HANDOFF
-        self._counts["finished"] += output.finish is not None
+        self._counts.finished += output.finish is not None
         return output.finish
 
     def fail(self, step: Step, message: str) -> list[Output]:
@@ -551,7 +551,7 @@ class Scheduler(SchedulerState):
 
     def _fault(self, sequence: Sequence, fault: PageFault | LogitsFault) -> None:
         if isinstance(fault, LogitsFault):
-            self._counts["logits_faults"] += 1
+            self._counts.logits_faults += 1
             text = (
                 f"the model's logits after position {fault.position} are not all finite, so no "
                 "token can be chosen: a weight is damaged or a number overflowed; check the "
@@ -559,7 +559,7 @@ class Scheduler(SchedulerState):
             )
             self._news.append(self._end_with(sequence, ErrorCode.INTERNAL, text))
             return
-        self._counts["integrity_faults"] += 1
+        self._counts.integrity_faults += 1
         self.cache.quarantine(fault.page)
         difference = f"{fault.found:#x}, not {fault.expected:#x}"
         found = f"carries tag {difference}"
@@ -573,7 +573,7 @@ class Scheduler(SchedulerState):
 
     def _exhausted(self, sequence: Sequence) -> None:
         """No request is left that could make room."""
-        self._counts["exhausted"] += 1
+        self._counts.exhausted += 1
         pool = self.cache.pool
         text = (
             f"the KV cache has {pool.usable} usable pages of {self.cache.page_size} tokens "
@@ -587,7 +587,7 @@ class Scheduler(SchedulerState):
         late = self._deadlines.passed(self._clock())
         for request_id in late:
             sequence = self._running.get(request_id) or self._waiting[request_id]
-            self._counts["late"] += 1
+            self._counts.late += 1
             text = (
                 "the time limit of the request passed after "
                 f"{plural(len(sequence.output_ids), 'token')} of its answer"

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
+import msgspec
+
 from bifolio.cache.holds import HoldBook
 from bifolio.cache.manager import CacheManager, PageTable
 from bifolio.request import Output
@@ -18,24 +20,7 @@ from bifolio.scheduler.limits import SchedulerLimits
 from bifolio.scheduler.queue import FairQueue
 from bifolio.scheduler.sequence import Sequence
 from bifolio.scheduler.step import Step
-from bifolio.stats import SchedulerStats
-
-_COUNTERS = (
-    "steps",
-    "computed_tokens",
-    "generated_tokens",
-    "replayed_tokens",
-    "pages_checked",
-    "preemptions",
-    "finished",
-    "aborted",
-    "exhausted",
-    "late",
-    "integrity_faults",
-    "logits_faults",
-    "adopted",
-    "pages_lost",
-)
+from bifolio.stats import EngineStats
 
 
 class Reservations(Protocol):
@@ -95,7 +80,8 @@ class SchedulerState:
         self._last_progress = clock()
         self._last_end = clock()
         self._end_interval = 1.0
-        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._counts = EngineStats()
+        """Counters alone: `stats` adds the gauges."""
 
     def time_left(self, request_id: str) -> float:
         """Seconds until a request must have ended; infinity if it has no limit."""
@@ -157,10 +143,12 @@ class SchedulerState:
         ]
         return "\n".join(lines)
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> EngineStats:
+        """Gauges of this moment and counters since the start, as a copy."""
         cache, pool = self.cache, self.cache.pool
         reserved = self._reserved_tables()
-        return SchedulerStats(
+        return msgspec.structs.replace(
+            self._counts,
             running=len(self._running),
             waiting=len(self._waiting),
             tenants=len(self._queue.tenants),
@@ -177,7 +165,6 @@ class SchedulerState:
             query_tokens=cache.query_tokens,
             hit_tokens=cache.hit_tokens,
             evictions=cache.tree.evictions,
-            **self._counts,
         )
 
     def check_invariants(self) -> None:

@@ -90,9 +90,9 @@ def _card(member: FleetWorker) -> dict[str, Any]:
         "restarts": view.restarts,
         "running": view.stats.running,
         "waiting": view.stats.waiting,
-        "pages_free": view.stats.pages_free + view.stats.pages_cached,
-        "pages_live": view.stats.pages_live,
-        "pages_quarantined": view.stats.pages_quarantined,
+        "pages_free": view.stats.free_pages + view.stats.cached_pages,
+        "pages_live": view.stats.live_pages,
+        "pages_quarantined": view.stats.quarantined_pages,
     }
 
 

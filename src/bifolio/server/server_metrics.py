@@ -6,7 +6,7 @@ that no client can make them grow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,27 +14,9 @@ from prometheus_client.registry import Collector
 
 from bifolio.process.client import EngineClient
 from bifolio.server.worker_metrics import collect_workers
+from bifolio.stats import EngineStats, engine_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_GAUGES = {
-    "num_requests_running": ("running", "Requests in the batch of the engine"),
-    "num_requests_waiting": ("waiting", "Requests that wait to be scheduled"),
-}
-_COUNTERS = {
-    "engine_steps": ("steps", "Steps of the engine"),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed"),
-    "generation_tokens": ("generation_tokens", "Tokens generated"),
-    "num_preemptions": ("preemptions", "Requests put back to be recomputed"),
-    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
-    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
-    "pages_checked": ("pages_checked", "Cache pages whose tags were compared"),
-    "cache_integrity_failures": ("integrity_failures", "Requests that met a page not expected"),
-    "logits_faults": ("logits_faults", "Requests ended by logits that were not finite numbers"),
-    "page_seals_checked": ("seals_checked", "Cache pages whose bytes were digested and compared"),
-    "page_seal_failures": ("seal_failures", "Cache pages whose bytes had changed since sealing"),
-}
-_PAGE_STATES = ("free", "cached", "live", "quarantined")
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -116,34 +98,17 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        for name, (field, help_text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"bifolio_{name}", help_text, value=getattr(stats, field))
-        for name, (field, help_text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"bifolio_{name}", help_text, value=getattr(stats, field))
-        pages = GaugeMetricFamily("bifolio_pages", "Cache pages by state", labels=["state"])
-        for state in _PAGE_STATES:
-            pages.add_metric([state], getattr(stats, f"pages_{state}"))
-        yield pages
-        weights = GaugeMetricFamily(
-            "bifolio_weight_bytes",
-            "Bytes of weights: kept in memory, mapped from files, and of those in memory now",
-            labels=["kind"],
-        )
-        weights.add_metric(["memory"], stats.weight_bytes)
-        weights.add_metric(["experts_mapped"], stats.expert_bytes_mapped)
-        weights.add_metric(["experts_resident"], stats.expert_bytes_resident)
-        yield weights
+        yield from _families(stats)
         hello = self._engine.hello
         yield GaugeMetricFamily(
             "bifolio_kv_cache_tokens",
             "Tokens that the cache holds at most",
             value=hello.pages * hello.page_size,
         )
-        usable = stats.pages_free + stats.pages_cached + stats.pages_live
         yield GaugeMetricFamily(
             "bifolio_kv_cache_usage_perc",
             "Share of the usable pages that running requests hold (1 means all)",
-            value=stats.pages_live / usable if usable else 0.0,
+            value=stats.page_usage,
         )
         yield CounterMetricFamily(
             "bifolio_engine_restarts",
@@ -156,3 +121,17 @@ class _EngineCollector(Collector):
             "Requests that the front end holds state for",
             value=self._engine.open_requests,
         )
+
+
+def _families(stats: EngineStats) -> Iterable[Metric]:
+    """Every field of the heartbeat as `bifolio.stats` describes it."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for field, spec in engine_metrics():
+        key, value = spec.label or (None, "")
+        if spec.name not in families:
+            kind = CounterMetricFamily if spec.counter else GaugeMetricFamily
+            families[spec.name] = kind(
+                f"bifolio_{spec.name}", spec.help, labels=[key] if key else []
+            )
+        families[spec.name].add_metric([value] if key else [], getattr(stats, field))
+    return families.values()

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from bifolio.engine.messages import HandoffStats
 from bifolio.process.client import EngineClient, WorkerView
+from bifolio.stats import HandoffStats, engine_metrics
 
 _STATES = ("free", "cached", "live", "quarantined")
 _LABELS = ("worker", "pool")
@@ -25,8 +25,6 @@ _SENT = {
 }
 _BOTH = {
     "open": ("open", "Requests between the pools, as prefill and decode workers count them"),
-    "held_pages": ("held_pages", "Pages of ended prompts that a transfer may still read"),
-    "reserved_pages": ("reserved_pages", "Pages set apart for prompts on their way"),
     "peers": ("peers", "Workers of the other pool that this one is connected to"),
 }
 
@@ -64,7 +62,7 @@ def _states(views: Sequence[WorkerView]) -> Iterator[Metric]:
         for state in ("running", "waiting"):
             requests.add_metric([*labels, state], getattr(view.stats, state))
         for state in _STATES:
-            pages.add_metric([*labels, state], getattr(view.stats, f"pages_{state}"))
+            pages.add_metric([*labels, state], getattr(view.stats, f"{state}_pages"))
     yield from (up, restarts, requests, pages)
 
 
@@ -120,12 +118,18 @@ def _columns(known: Sequence[tuple[WorkerView, HandoffStats]]) -> Iterator[Metri
         for view, handoff in known:
             gauge.add_metric([view.name, view.pool], getattr(handoff, field))
         yield gauge
+    for field in ("held_pages", "reserved_pages"):
+        text = next(spec.help for name, spec in engine_metrics() if name == field)
+        gauge = GaugeMetricFamily(f"bifolio_handoff_{field}", text, labels=_LABELS)
+        for view, _ in known:
+            gauge.add_metric([view.name, view.pool], getattr(view.stats, field))
+        yield gauge
     lost = CounterMetricFamily(
         "bifolio_handoff_pages_lost",
         "Requests whose pages a decode worker had to give to others",
         labels=["worker"],
     )
-    for view, handoff in known:
+    for view, _ in known:
         if view.pool == "decode":
-            lost.add_metric([view.name], handoff.pages_lost)
+            lost.add_metric([view.name], view.stats.pages_lost)
     yield lost

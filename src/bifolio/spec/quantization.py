@@ -54,6 +54,17 @@ class StoredQuantization:
     ignored: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """How a checkpoint stores one matrix; enough to tell the bytes that it takes in memory."""
+
+    format: WeightFormat
+    scales: str = "fp16"
+    """Type of the scales of an integer format: fp16, bf16 or fp32."""
+    reordered: bool = False
+    """Whether columns stand in another order than the inputs (int32 [k] beside the codes)."""
+
+
 def read_quantization(config: Mapping[str, Any]) -> StoredQuantization | None:
     """What a `config.json` declares; None where nothing is quantized.
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bifolio.formats import BF16, FP32, Number, WeightFormat
+
 
 class Kind(StrEnum):
     """What a weight is for; checkpoints usually store all weights of a kind alike."""
@@ -53,6 +55,20 @@ class FormatRule(StrEnum):
     """`kv_b_proj`, which latent attention absorbs: bf16, or fp32 where a quantized one is read."""
     FLOAT32 = "float32"
     """Always fp32: small errors choose other experts or positions."""
+
+    def resident_format(self, stored: WeightFormat, planned: WeightFormat | None) -> WeightFormat:
+        """The format in memory of a matrix that is stored so; `planned` None is `auto`.
+
+        `auto` keeps the bits of quantized matrices, and floats become bf16.
+        """
+        is_float = stored.number in (Number.BF16, Number.FP32)
+        match self:
+            case FormatRule.FLOAT32:
+                return FP32
+            case FormatRule.ABSORBED if planned not in (BF16, FP32):
+                return BF16 if is_float else FP32
+            case _:
+                return planned or (BF16 if is_float else stored)
 
 
 @dataclass(frozen=True, slots=True)

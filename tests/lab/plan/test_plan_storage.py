@@ -16,10 +16,17 @@ LLAMA = PRESETS["llama-70b"].config
 KIMI = PRESETS["kimi-k2.6"].config
 
 
-def compressed(ignore: list[str], **weights: Any) -> dict[str, Any]:
+INT4 = {"num_bits": 4, "strategy": "group"}
+INT8 = {"num_bits": 8, "strategy": "channel"}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+PACKED, BYTES = "pack-quantized", "int-quantized"
+
+
+def compressed(ignore: list[str], form: str = PACKED, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
     return {
         "quant_method": "compressed-tensors",
+        "format": form,
         "config_groups": {"group_0": group},
         "ignore": ignore,
     }
@@ -50,16 +57,31 @@ def test_the_ignore_list_is_read_by_name_and_by_pattern_with_and_without_a_prefi
 
 
 @pytest.mark.parametrize(
-    ("weights", "fmt"),
+    ("form", "weights", "fmt"),
     [
-        ({"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False}, "int4:g64:z"),
-        ({"num_bits": 8, "strategy": "channel"}, "int8"),
-        ({"num_bits": 8, "type": "float", "strategy": "channel"}, "fp8:channel"),
-        ({"num_bits": 8, "type": "float", "strategy": "tensor"}, "fp8:tensor"),
+        (PACKED, INT4 | {"group_size": 64, "symmetric": False}, "int4:g64:z"),
+        (PACKED, INT4 | {"strategy": "channel"}, "int4:g128"),
+        (BYTES, INT8, "int8"),
+        (BYTES, INT8 | {"strategy": "group", "group_size": 32}, "int8:g32"),
+        ("float-quantized", FLOAT8 | {"strategy": "channel"}, "fp8:channel"),
+        ("float-quantized", FLOAT8 | {"strategy": "tensor"}, "fp8:tensor"),
+        ("float-quantized", FLOAT8 | {"strategy": "block"}, "fp8"),
     ],
 )
-def test_forms_of_compressed_tensors(weights: dict[str, Any], fmt: str) -> None:
-    assert formats(LLAMA, compressed(["lm_head"], **weights))["attention"] == fmt
+def test_forms_of_compressed_tensors(form: str, weights: dict[str, Any], fmt: str) -> None:
+    assert formats(LLAMA, compressed(["lm_head"], form, **weights))["attention"] == fmt
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    ],
+)
+def test_gptq_and_awq_leave_the_head_in_bf16(quantization: dict[str, Any]) -> None:
+    fmt = "int4:g128" + (":z" if "zero_point" in quantization else "")
+    assert formats(LLAMA, quantization) == {"attention": fmt, "dense_mlp": fmt}
 
 
 def test_block_fp8_leaves_router_embedding_and_head_alone() -> None:
@@ -76,9 +98,13 @@ def test_block_fp8_leaves_router_embedding_and_head_alone() -> None:
 @pytest.mark.parametrize(
     ("quantization", "text"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size"),
-        (compressed([], num_bits=4, type="float", strategy="group", group_size=16), "float, 4"),
+        (
+            compressed([], num_bits=4, type="float", strategy="group", group_size=16),
+            "float of 4 bits",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(quantization: dict[str, Any], text: str) -> None:

@@ -68,6 +68,7 @@ class PackedLayout:
     format: WeightFormat
     scaling: Scaling
     codes: str = "weight_packed"
+    scales: str = "weight_scale"
     dtype: str = "I32"
     allowed: tuple[str, ...] = ("input_scale", "weight_g_idx")
 

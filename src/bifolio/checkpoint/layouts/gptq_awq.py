@@ -38,6 +38,7 @@ class GPTQLayout:
     whole_rows: bool
     version: int
     codes: str = "qweight"
+    scales: str = "scales"
     dtype: str = "I32"
     needed: tuple[str, ...] = ("qzeros", "scales")
     allowed: tuple[str, ...] = ("g_idx",)
@@ -86,6 +87,7 @@ class AWQLayout:
     format: WeightFormat
     whole_rows: bool
     codes: str = "qweight"
+    scales: str = "scales"
     dtype: str = "I32"
     needed: tuple[str, ...] = ("qzeros", "scales")
     allowed: tuple[str, ...] = ()

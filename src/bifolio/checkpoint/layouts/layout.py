@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bifolio.checkpoint.layouts.nibbles import in_place
 from bifolio.checkpoint.tensor_files import TensorFiles
 from bifolio.errors import CheckpointError, UnsupportedError
 from bifolio.formats import WeightFormat
@@ -78,6 +79,13 @@ def alike(layout: Layout, one: Parts, other: Parts) -> bool:
     return not orders or torch.equal(one.tensor(layout.order), other.tensor(layout.order))
 
 
+def reordered(layout: Layout, parts: Parts) -> bool:
+    """Whether columns that share a scale lie apart, so that reading puts them together."""
+    if not layout.order or layout.order not in parts:
+        return False
+    return not in_place(parts.tensor(layout.order), layout.format.group)
+
+
 class Layout(Protocol):
     """How quantised matrices are stored: which tensors make one, and what they mean."""
 
@@ -89,6 +97,11 @@ class Layout(Protocol):
     @property
     def order(self) -> str:
         """Suffix of the tensor with the group of each column, where one counts; else empty."""
+        ...
+
+    @property
+    def scales(self) -> str:
+        """Suffix of the tensor with the scales."""
         ...
 
     @property

@@ -25,6 +25,11 @@ def word_codes(words: Tensor) -> Tensor:
     return unpack_int4(words.contiguous().view(torch.uint8), PER_WORD * words.shape[1])
 
 
+def in_place(group_of_k: Tensor, group: int) -> bool:
+    """Whether the columns of each group stand together, groups in their order."""
+    return torch.equal(group_of_k.long(), torch.arange(group_of_k.numel()) // group)
+
+
 def columns_in_groups(
     codes: Tensor, group_of_k: Tensor, k: int, group: int, name: str
 ) -> tuple[Tensor, Tensor | None]:
@@ -35,12 +40,10 @@ def columns_in_groups(
     """
     groups = -(-k // group)
     group_of_k = group_of_k.long()
-    in_place = torch.arange(k) // group
-    if torch.equal(group_of_k, in_place):
+    if in_place(group_of_k, group):
         return codes, None
-    if int(group_of_k.min()) < 0 or not torch.equal(
-        group_of_k.bincount(minlength=groups), in_place.bincount(minlength=groups)
-    ):
+    sizes = (torch.arange(k) // group).bincount(minlength=groups)
+    if int(group_of_k.min()) < 0 or not torch.equal(group_of_k.bincount(minlength=groups), sizes):
         raise CheckpointError(
             f"{name} does not cut {k} columns into groups of {group}; the checkpoint is damaged, "
             "or its group_size is another"

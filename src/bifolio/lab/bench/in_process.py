@@ -58,7 +58,7 @@ class InProcess:
 
     def _counters(self) -> Counters:
         stats = self.engine.stats()
-        return Counters(stats.prefix_queries, stats.prefix_hits, stats.preemptions)
+        return Counters(stats.query_tokens, stats.hit_tokens, stats.preemptions)
 
     def close(self) -> None:
         """Let the engine go."""
@@ -130,6 +130,6 @@ class _EngineRun:
 
     def _look(self) -> None:
         stats = self._engine.stats()
-        usable = stats.pages_free + stats.pages_cached + stats.pages_live
-        usage = stats.pages_live / usable if usable else 0.0
+        usable = stats.free_pages + stats.cached_pages + stats.live_pages
+        usage = stats.live_pages / usable if usable else 0.0
         self.peaks.see(Gauges(stats.running, stats.waiting, usage))

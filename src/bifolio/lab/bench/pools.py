@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from bifolio.engine.messages import HandoffStats
 from bifolio.process.client import EngineClient
 from bifolio.request import FinishReason, Request, SamplingParams
+from bifolio.stats import HandoffStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from bifolio.lab.compress.error_report import ErrorReport, bytes_by_kind, kept_l
 from bifolio.lab.compress.output_files import file_bytes
 from bifolio.lab.compress.recipe import Recipe
 from bifolio.lab.compress.shard_layout import held_in_bf16, lay_out
-from bifolio.lab.plan.shapes import mtp_weights, served_weights
 from bifolio.lab.plan.storage import Storage
 from bifolio.spec import ModelSpec
 
@@ -18,7 +17,7 @@ def forecast(spec: ModelSpec, stored: Storage, recipe: Recipe) -> ErrorReport:
     Sizes are those of the files that would be written, to the byte; a vision tower is not counted.
     """
     before: dict[str, int] = {}
-    for weights in (served_weights(spec), mtp_weights(spec)):
+    for weights in (stored.served(spec), stored.mtp(spec)):
         for kind, nbytes in stored.nbytes(weights).items():
             before[str(kind)] = before.get(str(kind), 0) + nbytes
     entries = catalogue(spec)

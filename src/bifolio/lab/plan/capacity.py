@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from bifolio.errors import ConfigError
 from bifolio.formats import CacheFormat, PhasePlan
 from bifolio.lab.plan.hardware import Device
-from bifolio.lab.plan.shapes import mtp_weights, served_weights
 from bifolio.lab.plan.storage import Storage, planned
 from bifolio.spec import ModelSpec, PageSpec
 from bifolio.spec.weights import Kind
@@ -49,13 +48,20 @@ class Deployment:
         return PageSpec.of(self.model, cache, self.page_size, 0, self.tp)
 
     def weight_bytes(self, phase: PhasePlan) -> dict[Kind, int]:
-        """Bytes of each kind of weight on one device."""
-        return self.storage(phase).nbytes(served_weights(self.model), self.tp)
+        """Bytes of each kind of weight on one device.
+
+        Of a checkpoint on disk and one device they are those that `bifolio serve` holds, of other
+        models those of the formats themselves.
+        """
+        storage = self.storage(phase)
+        if storage.checkpoint is not None and self.tp == 1:
+            return storage.checkpoint.nbytes(dict(storage.formats))
+        return storage.nbytes(storage.served(self.model), self.tp)
 
     def checkpoint_bytes(self, phase: PhasePlan) -> int:
         """Bytes of a checkpoint in these formats, multi-token-prediction layers included."""
         storage = self.storage(phase)
-        served, mtp = served_weights(self.model), mtp_weights(self.model)
+        served, mtp = storage.served(self.model), storage.mtp(self.model)
         return sum(storage.nbytes(served).values()) + sum(storage.nbytes(mtp).values())
 
 

@@ -273,7 +273,8 @@ def _two_phases(report: CapacityReport) -> list[str]:
             "each phase has devices of its own; one process for both would hold both copies of the "
             f"weights, up to {both / 1e9:,.1f} GB a device"
         )
-    if deployment.model.mla and deployment.storage(plan.decode).kind(Kind.ATTENTION) != BF16:
+    decode = deployment.storage(plan.decode)
+    if deployment.model.mla and not decode.absorbs and decode.kind(Kind.ATTENTION) != BF16:
         lines.append("kv_b_proj is counted as stored; its bf16 copy for absorbed decode is not")
     return lines
 

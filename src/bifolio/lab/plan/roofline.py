@@ -19,7 +19,7 @@ from enum import StrEnum
 from bifolio.formats import BF16, CacheFormat, Number, PhasePlan
 from bifolio.lab.plan.capacity import Deployment
 from bifolio.lab.plan.hardware import Device
-from bifolio.lab.plan.shapes import MatrixGroup, served_weights
+from bifolio.lab.plan.shapes import MatrixGroup
 from bifolio.lab.plan.steps import Decode, Step
 from bifolio.lab.plan.storage import Storage
 from bifolio.spec import IndexerSpec, MLASpec, ModelSpec
@@ -89,7 +89,7 @@ def experts_hit(routed: int, top_k: int, tokens: float) -> float:
 def step_time(deployment: Deployment, phase: PhasePlan, step: Step) -> StepTime:
     """The ceiling of one step with the formats of a phase."""
     storage = deployment.storage(phase)
-    weights = [_matrix(deployment, storage, matrix, step) for matrix in _met(deployment)]
+    weights = [_matrix(deployment, storage, matrix, step) for matrix in _met(deployment, storage)]
     attention = _attention(deployment, phase.cache, step)
     waiting = dict.fromkeys(Bound, 0.0)
     for term in (*weights, *attention):
@@ -106,12 +106,12 @@ def tokens_per_second(deployment: Deployment, phase: PhasePlan, step: Step) -> f
     return step.rows / step_time(deployment, phase, step).seconds
 
 
-def _met(deployment: Deployment) -> list[MatrixGroup]:
+def _met(deployment: Deployment, storage: Storage) -> list[MatrixGroup]:
     """Matrices that a step multiplies with: the embedding only where it is the head too."""
     tied = deployment.model.tie_embeddings
     return [
         matrix
-        for matrix in served_weights(deployment.model).matrices
+        for matrix in storage.served(deployment.model).matrices
         if tied or matrix.kind is not Kind.EMBEDDING
     ]
 
@@ -124,9 +124,9 @@ def _matrix(deployment: Deployment, storage: Storage, matrix: MatrixGroup, step:
         multiplied = step.logits
     elif matrix.kind is Kind.ROUTED_EXPERTS:
         assert moe is not None
-        layers = matrix.count // moe.routed
+        layers = matrix.count / moe.routed
         read = layers * experts_hit(moe.routed, moe.top_k, step.rows)
-        multiplied = float(layers * step.rows * moe.top_k)
+        multiplied = layers * step.rows * moe.top_k
     elif matrix.name == "kv_b_proj" and _expands(deployment, step):
         multiplied = max(multiplied, matrix.count * step.reads())
     return _Term(

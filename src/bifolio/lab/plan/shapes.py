@@ -7,7 +7,7 @@ are cut; what makes or reads the latent, the router, the indexer and the norms s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -35,6 +35,8 @@ class MatrixGroup:
     count: int
     cut: Cut = Cut.NONE
     rule: FormatRule = FormatRule.PLANNED
+    stored: WeightFormat | None = None
+    """Of a checkpoint on disk; None where only the format of its kind is known."""
 
     @property
     def numbers(self) -> int:
@@ -93,14 +95,14 @@ class Weights:
 @lru_cache(maxsize=64)
 def served_weights(model: ModelSpec) -> Weights:
     """What a server holds: everything but the multi-token-prediction layers."""
-    return _grouped(FAMILIES[model.architecture](model).all())
+    return grouped(FAMILIES[model.architecture](model).all(), {})
 
 
 @lru_cache(maxsize=64)
 def mtp_weights(model: ModelSpec) -> Weights:
     """What the multi-token-prediction layers add to the checkpoint; not served."""
     predictors = FAMILIES[model.architecture](model).predictors
-    return _grouped(item for predictor in predictors for item in predictor.all())
+    return grouped((item for predictor in predictors for item in predictor.all()), {})
 
 
 def active_numbers(model: ModelSpec) -> int:
@@ -116,14 +118,18 @@ def active_numbers(model: ModelSpec) -> int:
     return total
 
 
-def _grouped(items: Iterable[Item]) -> Weights:
+def grouped(items: Iterable[Item], stored: Mapping[str, WeightFormat]) -> Weights:
+    """Weights in groups; `stored` has the formats of a checkpoint's matrices by module name."""
     matrices: Counter[MatrixGroup] = Counter()
     vectors: Counter[tuple[Kind, int]] = Counter()
     for item in dict.fromkeys(items):  # shared experts name the norm of the routed ones again
         if isinstance(item, WeightMatrix):
             for part, rows in item.parts:
                 name = part.rpartition(".")[2]
-                matrices[MatrixGroup(item.kind, name, rows, item.k, 1, item.cut, item.rule)] += 1
+                group = MatrixGroup(
+                    item.kind, name, rows, item.k, 1, item.cut, item.rule, stored.get(part)
+                )
+                matrices[group] += 1
                 if item.bias:
                     vectors[item.kind, BF16_BYTES] += rows
         else:

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bifolio.errors import UnsupportedError
-from bifolio.formats import BF16, Number, PhasePlan, Scaling, WeightFormat
-from bifolio.lab.plan.shapes import MatrixGroup, Weights
+from bifolio.formats import BF16, Number, PhasePlan, WeightFormat
+from bifolio.lab.plan.checkpoint_weights import CheckpointWeights
+from bifolio.lab.plan.shapes import MatrixGroup, Weights, mtp_weights, served_weights
 from bifolio.spec import ModelSpec
 from bifolio.spec.config_json import read_config
-from bifolio.spec.fields import Fields
+from bifolio.spec.quantization import TensorLayout, read_quantization
 from bifolio.spec.weights import LINEAR, FormatRule, Kind
 from bifolio.wording import shown
 
@@ -32,12 +33,25 @@ _TABLES = (Kind.EMBEDDING, Kind.HEAD)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A format for some kinds; every other kind is bf16. `source` says where that comes from."""
+    """A format for some kinds. Every other kind is as `checkpoint` has it, or bf16.
+
+    `source` says where that comes from.
+    """
 
     formats: tuple[tuple[Kind, WeightFormat], ...]
     source: str
     absorbs: bool = False
     """Whether `kv_b_proj` is absorbed and so in bf16; in a file it stands as other matrices do."""
+    checkpoint: CheckpointWeights | None = None
+    """Set where headers of files say how each matrix is stored."""
+
+    def served(self, model: ModelSpec) -> Weights:
+        """What a server holds."""
+        return self.checkpoint.served if self.checkpoint else served_weights(model)
+
+    def mtp(self, model: ModelSpec) -> Weights:
+        """What the multi-token-prediction layers add to the files."""
+        return self.checkpoint.mtp if self.checkpoint else mtp_weights(model)
 
     def of(self, matrix: MatrixGroup) -> WeightFormat:
         """The format of a matrix."""
@@ -45,13 +59,14 @@ class Storage:
             return BF16
         if matrix.rule is FormatRule.ABSORBED and self.absorbs:
             return BF16
-        return self.kind(matrix.kind)
+        planned = dict(self.formats).get(matrix.kind)
+        return FormatRule.PLANNED.resident_format(matrix.stored or BF16, planned)
 
     def kind(self, kind: Kind) -> WeightFormat:
         return dict(self.formats).get(kind, BF16)
 
     def nbytes(self, weights: Weights, world: int = 1) -> dict[Kind, int]:
-        """Bytes of each kind on one rank."""
+        """Bytes of each kind in files or on one rank, without the padding of kernels."""
         found: dict[Kind, int] = {}
         for matrix in weights.matrices:
             nbytes = matrix.nbytes(self.of(matrix), world)
@@ -62,10 +77,13 @@ class Storage:
 
     def describe(self) -> str:
         """`routed_experts int4:g32, all else bf16`."""
-        by_format: dict[WeightFormat, list[Kind]] = {}
-        for kind, fmt in self.formats:
-            if fmt != BF16:
-                by_format.setdefault(fmt, []).append(kind)
+        formats = {kind: {str(fmt)} for kind, fmt in self.formats}
+        for matrix in self.checkpoint.served.matrices if self.checkpoint else ():
+            formats.setdefault(matrix.kind, set()).add(str(self.of(matrix)))
+        by_format: dict[str, list[Kind]] = {}
+        for kind, names in formats.items():
+            by_format.setdefault(" and ".join(sorted(names)), []).append(kind)
+        by_format.pop(str(BF16), None)
         parts = [f"{', '.join(kinds)} {fmt}" for fmt, kinds in by_format.items()]
         return "; ".join([*parts, "all else bf16"])
 
@@ -84,7 +102,9 @@ def planned(model: ModelSpec, phase: PhasePlan, stored: Storage) -> Storage:
         source += f"; {phase.experts}, routed experts"
     if phase.head is not None:
         formats |= dict.fromkeys(_TABLES, phase.head)
-    return Storage(tuple(formats.items()), source, absorbs=weights is not None)
+    return replace(
+        stored, formats=tuple(formats.items()), source=source, absorbs=weights is not None
+    )
 
 
 def as_published(model: ModelSpec, weights: WeightFormat | None, like: PhasePlan) -> PhasePlan:
@@ -103,38 +123,31 @@ def as_published(model: ModelSpec, weights: WeightFormat | None, like: PhasePlan
 
 def read_checkpoint(config: Mapping[str, Any]) -> tuple[ModelSpec, Storage]:
     """Shapes and formats that a checkpoint's `config.json` states; errors name the key."""
-    shapes = {key: value for key, value in config.items() if key != "quantization_config"}
-    model = read_config(shapes)
+    model = read_shapes(config)
     return model, stored_formats(model, config)
+
+
+def read_shapes(config: Mapping[str, Any]) -> ModelSpec:
+    """The shapes alone, independent of the stored formats."""
+    return read_config(
+        {key: value for key, value in config.items() if key != "quantization_config"}
+    )
 
 
 def stored_formats(model: ModelSpec, config: Mapping[str, Any]) -> Storage:
     """How a checkpoint stores its weights, by the `quantization_config` of its `config.json`.
 
-    Knows fp8 (blocks of 128×128) and compressed-tensors (int4 in groups, int8 and fp8 per channel,
-    fp8 per tensor). UnsupportedError names any other method.
+    UnsupportedError names what the loader would refuse too.
     """
-    fields = Fields(config, "config.json")
-    if fields.text("model_type") == "kimi_k25":
-        fields = fields.part("text_config")
-    quantization = fields.part("quantization_config")
-    if not quantization.keys():
+    quantization = read_quantization(config)
+    if quantization is None:
         return Storage((), "bf16, as published")
-    method = quantization.text("quant_method")
-    if method == "fp8":
-        quantization.refuse_unless("weight_block_size", ([128, 128],), "blocks are 128×128")
-        fmt, ignored = WeightFormat(Number.FP8, Scaling.BLOCK), _ignored(quantization)
-    elif method == "compressed-tensors":
-        fmt, ignored = _compressed_tensors(quantization), _ignored(quantization)
-    else:
-        raise UnsupportedError(
-            f"config.json: quant_method={method!r} cannot be planned; methods: fp8, "
-            "compressed-tensors; or say weights="
-        )
-    kinds = [k for k in (*LINEAR, Kind.HEAD) if _has(model, k) and not _skips(model, k, ignored)]
-    if method == "fp8":
-        kinds = [kind for kind in kinds if kind is not Kind.HEAD]
-    return Storage(tuple((kind, fmt) for kind in kinds), f"{fmt}, as published")
+    kinds = [kind for kind in LINEAR if _has(model, kind)]
+    if quantization.layout in (TensorLayout.BYTES, TensorLayout.PACKED) and _has(model, Kind.HEAD):
+        kinds += [Kind.HEAD] if quantization.scales != "weight_scale_inv" else []
+    fmt = quantization.format
+    formats = ((kind, fmt) for kind in kinds if not _skips(model, kind, quantization.ignored))
+    return Storage(tuple(formats), f"{fmt}, as published")
 
 
 def _has(model: ModelSpec, kind: Kind) -> bool:
@@ -154,39 +167,7 @@ def _has(model: ModelSpec, kind: Kind) -> bool:
             return True
 
 
-def _compressed_tensors(quantization: Fields) -> WeightFormat:
-    groups = quantization.part("config_groups")
-    if len(groups.keys()) != 1:
-        raise UnsupportedError(
-            f"config.json: config_groups has {len(groups.keys())} entries; one can be planned"
-        )
-    weights = groups.part(next(iter(groups.keys()))).part("weights")
-    bits, kind = weights.integer("num_bits"), weights.text("type", "int")
-    strategy = weights.text("strategy", "group")
-    zero_points = not weights.flag("symmetric", True)
-    match (kind, bits, strategy):
-        case ("int", 4, "group"):
-            text = f"int4:g{weights.integer('group_size')}" + (":z" if zero_points else "")
-        case ("int", 8, "channel"):
-            text = "int8"
-        case ("float", 8, "channel" | "tensor"):
-            text = f"fp8:{strategy}"
-        case _:
-            raise UnsupportedError(
-                f"config.json: weights of type {kind}, {bits} bits, by {strategy} cannot be "
-                "planned; say weights="
-            )
-    return WeightFormat.parse(text)
-
-
-def _ignored(quantization: Fields) -> list[str]:
-    for key in ("ignore", "modules_to_not_convert"):
-        if key in quantization:
-            return quantization.texts(key)
-    return []
-
-
-def _skips(model: ModelSpec, kind: Kind, ignored: list[str]) -> bool:
+def _skips(model: ModelSpec, kind: Kind, ignored: tuple[str, ...]) -> bool:
     """Whether the ignore list names the modules of this kind, by a name or by a `re:` pattern."""
     first = model.moe.first_dense if model.moe else 0
     sample = {
