@@ -23,7 +23,7 @@ def fleet():
             engine.is_dead = True
 
         member.engine.stop = stop
-        member.engine.tell = lambda _message: None
+        member.engine.send = lambda _message: None
     return fleet
 
 
@@ -78,7 +78,7 @@ async def test_what_was_sent_a_moment_ago_is_waited_for(fleet):
 async def test_nobody_connects_to_a_worker_that_is_about_to_end(fleet, monkeypatch):
     monkeypatch.setattr("bifolio.disagg.fleet._FIRST_BACKOFF", 0.0)
     sender, ending, told, stopped = fleet.prefill[0], fleet.member("d0"), [], asyncio.Event()
-    sender.engine.tell = told.append
+    sender.engine.send = told.append
     ending.address = "shm:somewhere"
 
     async def stop():

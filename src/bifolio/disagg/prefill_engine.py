@@ -9,27 +9,26 @@ whether it is sent again, and where, is the router's business.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from bifolio.config import EngineConfig
-from bifolio.disagg.addresses import Dialer
-from bifolio.disagg.handoff_kernels import hand_off_kernels
-from bifolio.disagg.handoff_stats import SentStats, TimedSource
-from bifolio.disagg.identity import hello_of
-from bifolio.disagg.link import Link, LinkState
-from bifolio.disagg.pool_source import PoolSource
+from bifolio.disagg.addresses import dial
+from bifolio.disagg.codec import hand_off_kernels
+from bifolio.disagg.connection import Connection, Timing
+from bifolio.disagg.handshake import hello_of
 from bifolio.disagg.protocol import Cause, Role
 from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender
-from bifolio.disagg.timing import Timing
-from bifolio.disagg.transport import Transport
 from bifolio.engine.engine import Engine, Progress
 from bifolio.engine.messages import (
     Connect,
     Disconnect,
     EngineStats,
+    HandoffStats,
     Listen,
     Listening,
     Outputs,
@@ -42,12 +41,12 @@ from bifolio.scheduler.step import Step
 log = structlog.get_logger(__name__)
 
 TIMING = Timing(silence=60.0, stall=30.0)
-"""For engines whose steps may take seconds: beats are sent between them."""
+"""For engines whose steps may take seconds: heartbeats are sent between them."""
 
 HOLD_SECONDS = 120.0
 """A hold that no transfer has accounted for so long is a mistake of ours: it ends, with a log."""
 
-_BUSY_PATIENCE, _IDLE_PATIENCE = 0.005, 0.25
+_BUSY_POLL, _IDLE_POLL = 0.005, 0.25
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class _Routed:
     """A request on its way through here."""
 
     request: Request
-    side: HandoffSender
+    sender: HandoffSender
     offered: bool = False
 
 
@@ -64,14 +63,12 @@ class PrefillPeers:
 
     def __init__(self, engine: PrefillEngine) -> None:
         self._scheduler = engine.scheduler
-        self._dial = Dialer()
-        self.tally = SentStats()
-        kernels = hand_off_kernels(engine.kernels)
-        source = PoolSource(engine.pool, kernels, integrity=engine.runner.seals is not None)
-        self._source = TimedSource(source, self.tally)
+        self._pool = engine.pool
+        self._kernels = hand_off_kernels(engine.kernels)
+        self._integrity = engine.runner.seals is not None
         self._hello = hello_of(engine, Role.PREFILL)
-        self._record_bytes = engine.pool.spec.page_bytes
-        self._sides: dict[str, HandoffSender] = {}
+        self._stats = HandoffStats()
+        self._senders: dict[str, HandoffSender] = {}
         self._announced: set[str] = set()
         self._routed: dict[str, _Routed] = {}
         self._news: list[Output] = []
@@ -84,11 +81,11 @@ class PrefillPeers:
         """See `Peers.poll_timeout`."""
         if self._news or self._lost:
             return 0.0
-        return _BUSY_PATIENCE if self._routed else _IDLE_PATIENCE
+        return _BUSY_POLL if self._routed else _IDLE_POLL
 
     def files(self) -> Iterable[int]:
         """See `Peers.files`."""
-        files = (side.link.fileno() for side in self._sides.values())
+        files = (sender.connection.fileno() for sender in self._senders.values())
         return [file for file in files if file >= 0]
 
     def take(self, message: Listen | Connect | Disconnect) -> None:
@@ -96,58 +93,64 @@ class PrefillPeers:
         match message:
             case Connect(name, address, secret, tls):
                 try:
-                    self.connect(name, self._dial(address, secret, tls), secret)
+                    self.connect(name, dial(address, tls), secret)
                 except ConnectionError as error:
                     self._lost.append(PeerNews(name, ready=False, reason=str(error)))
-            case Disconnect(name) if name in self._sides:
-                self._sides[name].link.close("the decode worker is not to be used any more")
+            case Disconnect(name) if name in self._senders:
+                self._senders[name].connection.close("the decode worker is not to be used any more")
             case Disconnect():
                 pass
             case _:
                 raise AssertionError(f"a prefill engine is not told to {message!r}")
 
-    def connect(self, name: str, transport: Transport, secret: bytes) -> None:
-        """Open a connection; a former one of that name ends."""
-        former = self._sides.get(name)
+    def connect(self, name: str, sock: socket.socket, secret: bytes) -> None:
+        """Open a connection over a socket; a former one of that name ends."""
+        former = self._senders.get(name)
         if former is not None:
-            former.link.close("there is a new connection to this worker")
+            former.connection.close("there is a new connection to this worker")
             self._lost += self._poll(name, former)
-        link = Link(transport, self._hello, self._record_bytes, secret=secret, timing=TIMING)
-        self._sides[name] = HandoffSender(link, self._source)
+        self._senders[name] = HandoffSender(
+            Connection(sock, self._hello, secret=secret, timing=TIMING),
+            self._pool,
+            self._kernels,
+            integrity=self._integrity,
+            stats=self._stats,
+        )
 
     def poll(self) -> list[Outputs | Listening | PeerNews]:
         """See `Peers.poll`."""
         news: list[Outputs | Listening | PeerNews] = [*self._lost]
         self._lost = []
-        for name, side in list(self._sides.items()):
-            news += self._poll(name, side)
+        for name, sender in list(self._senders.items()):
+            news += self._poll(name, sender)
         self._watch_holds()
         if self._news:
             news.append(Outputs(self._news))
             self._news = []
         return news
 
-    def _poll(self, name: str, side: HandoffSender) -> list[PeerNews]:
-        for event in side.poll():
+    def _poll(self, name: str, sender: HandoffSender) -> list[PeerNews]:
+        for event in sender.poll():
             self._end(event)
         news = []
-        if side.ready and name not in self._announced:
+        if sender.ready and name not in self._announced:
             self._announced.add(name)
             news.append(PeerNews(name, ready=True))
-        if side.link.state is LinkState.CLOSED:
-            reason = side.link.reason
-            for request_id in [i for i, r in self._routed.items() if r.side is side]:
-                self._end(Failed(request_id, Cause.PEER_LOST, reason))
+        connection = sender.connection
+        if connection.closed:
+            for request_id in [i for i, r in self._routed.items() if r.sender is sender]:
+                self._end(Failed(request_id, Cause.PEER_LOST, connection.reason))
             self._announced.discard(name)
-            del self._sides[name]
-            news.append(PeerNews(name, ready=False, refused=side.link.refused, reason=reason))
-        self.tally.open, self.tally.peers = len(self._routed), len(self._announced)
+            del self._senders[name]
+            news.append(
+                PeerNews(name, ready=False, refused=connection.refused, reason=connection.reason)
+            )
         return news
 
     def _watch_holds(self) -> None:
         holds = self._scheduler.holds
         for request_id, routed in self._routed.items():
-            if not routed.offered or routed.side.owns(request_id):
+            if not routed.offered or routed.sender.owns(request_id):
                 holds.renew(request_id)
         for owner in holds.expired():
             log.error("a hold was forgotten", request=owner)
@@ -159,11 +162,11 @@ class PrefillPeers:
     def route(self, request: Request) -> bool:
         """Keep the pages of a request that was added until its hand-off is over."""
         assert request.route is not None
-        side = self._sides.get(request.route.decode)
-        if side is None or not side.ready:
+        sender = self._senders.get(request.route.decode)
+        if sender is None or not sender.ready:
             return False
         self._scheduler.holds.open(request.id, HOLD_SECONDS)
-        self._routed[request.id] = _Routed(request, side)
+        self._routed[request.id] = _Routed(request, sender)
         return True
 
     def refuse(self, request: Request) -> None:
@@ -181,14 +184,14 @@ class PrefillPeers:
                 assert table is not None
                 routed.offered = True
                 left = self._scheduler.time_left(row.request_id)
-                routed.side.offer(routed.request, table, left)
+                routed.sender.offer(routed.request, table, left)
 
     def stepped(self, outputs: Sequence[Output]) -> list[Output]:
         """Report how far prompts are; the outputs of a step that are for the front end."""
         for request_id, routed in self._routed.items():
             table = self._scheduler.table(request_id)
             if routed.offered and table is not None:
-                routed.side.computed(request_id, table.computed)
+                routed.sender.computed(request_id, table.computed)
         return [output for output in outputs if not self._swallow(output)]
 
     def _swallow(self, output: Output) -> bool:
@@ -208,20 +211,22 @@ class PrefillPeers:
             pages_checked=output.pages_checked,
             known=route.known,
         )
-        routed.side.finish(output.id, result)
+        routed.sender.finish(output.id, result)
         return True
 
     def close(self) -> None:
         """End all connections."""
-        for side in self._sides.values():
-            side.link.close("the prefill worker ends")
-        self._dial.close()
+        connections = [sender.connection for sender in self._senders.values()]
+        for connection in connections:
+            connection.close("the prefill worker ends")
+        for connection in connections:
+            connection.join()
 
     def abort(self, request_id: str) -> None:
         """A request is over here, whatever becomes of it: stop its transfer, free its pages."""
         routed = self._routed.pop(request_id, None)
         if routed is not None:
-            routed.side.abort(request_id)
+            routed.sender.abort(request_id)
             self._scheduler.release(request_id)
 
     def _end(self, event: Event) -> None:
@@ -230,7 +235,7 @@ class PrefillPeers:
             return
         self._scheduler.abort(event.request_id)
         self._scheduler.release(event.request_id)
-        self.tally.count(event)
+        self._count(event)
         if isinstance(event, Delivered):
             self._news.append(Output(id=event.request_id, finish=FinishReason.HANDOFF))
             return
@@ -238,6 +243,30 @@ class PrefillPeers:
         if event.fault is not None:
             self._scheduler.cache.quarantine(event.fault.page)
         self._news.append(_failure(event.request_id, event))
+
+    def _count(self, event: Event) -> None:
+        stats = self._stats
+        if not isinstance(event, Delivered):
+            stats.failed[event.cause] = stats.failed.get(event.cause, 0) + 1
+            return
+        stats.delivered += 1
+        stats.pages += event.pages
+        stats.hidden_pages += event.hidden
+        stats.known_pages += event.known
+        stats.nbytes += event.nbytes
+        stats.exposed_seconds += event.seconds
+
+    def stats(self) -> HandoffStats:
+        """For the heartbeat of the engine."""
+        scheduler = self._scheduler.stats()
+        return msgspec.structs.replace(
+            self._stats,
+            failed=dict(self._stats.failed),
+            open=len(self._routed),
+            peers=len(self._announced),
+            held_pages=scheduler.held_pages,
+            holds=scheduler.holds,
+        )
 
 
 class PrefillEngine(Engine):
@@ -279,7 +308,7 @@ class PrefillEngine(Engine):
         super().close()
 
     def stats(self) -> EngineStats:
-        return self._with_handoff(self._peers.tally.stats(self.scheduler.stats()))
+        return self._with_handoff(self._peers.stats())
 
 
 def create(config: EngineConfig, progress: Progress) -> PrefillEngine:

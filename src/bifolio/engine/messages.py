@@ -155,8 +155,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     retry_after: float = 0.0
 
 
-class HandoffStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Counters of hand-offs that this engine sent or received, since the start.
+class HandoffStats(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Counters of hand-offs that this engine sent or received, since the start: one object counts.
 
     `failed` counts by cause. `nbytes` are those of page records on the wire, failed attempts
     included; `known_pages` were not sent, since the other side had them; `hidden_pages` of those
