@@ -32,7 +32,7 @@ from bifolio.cache.manager import CacheManager
 from bifolio.cache.page_pool import PagePool
 from bifolio.checkpoint.token_ids import TokenIds
 from bifolio.disagg.addresses import Listener, dial
-from bifolio.disagg.connection import Connection
+from bifolio.disagg.connection import Connection, close_all
 from bifolio.disagg.handshake import STAGING_BYTES, handed_writer, page_shape
 from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelFingerprint, Role, WorkerHello
 from bifolio.disagg.receiver import HandoffReceiver, PromptReservations
@@ -151,9 +151,7 @@ def run(
         prefill.offer(sender, str(i))
         rounds.append(_polled(sender, receiver, ops.threads))
         decode.release(str(i))
-    for side in (sender, receiver):
-        side.connection.close("done")
-        side.connection.join()
+    close_all([sender.connection, receiver.connection])
     sent = target.page_bytes * target.pages_for(tokens)
     read = source.page_bytes * source.pages_for(tokens)
     near, far = (min(times) for times in zip(*rounds, strict=True))
@@ -230,8 +228,7 @@ def transfers(ops: NativeOps, spec: PageSpec, tokens: int, address: str) -> dict
             wait(sender.connection)
         assert isinstance(events[0], Delivered), events
         times.append(1e3 * (time.perf_counter() - start))
-    sender.connection.close("done")
-    sender.connection.join()
+    close_all([sender.connection])
     median = statistics.median(times[1:])
     nbytes = spec.page_bytes * spec.pages_for(tokens)
     return {

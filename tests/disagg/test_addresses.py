@@ -12,7 +12,7 @@ import pytest
 
 from bifolio.config import resolve
 from bifolio.disagg.addresses import Listener, dial
-from bifolio.disagg.connection import Connection
+from bifolio.disagg.connection import Connection, close_all
 from bifolio.engine.messages import Tls
 from bifolio.errors import ConfigError
 from support.handoff_pools import DecodePool, PrefillPool, kernels, tiny_spec
@@ -46,19 +46,13 @@ def opened(listener: Listener, tls: Tls | None) -> tuple[Connection, Connection]
     return ends
 
 
-def closed(ends: tuple[Connection, Connection]) -> None:
-    for end in ends:
-        end.close("done")
-        end.join()
-
-
 def test_workers_with_the_same_files_connect_and_others_do_not(stranger: Tls) -> None:
     listener = Listener("tcp:127.0.0.1:0", GOOD)
     for tls in (GOOD, stranger, None):
         ends = opened(listener, tls)
         assert all(end.ready for end in ends) is (tls is GOOD)
         assert all(end.proven for end in ends) is (tls is GOOD)
-        closed(ends)
+        close_all(ends)
     listener.close()
 
 
@@ -66,7 +60,7 @@ def test_a_worker_that_asks_for_encryption_gets_none_in_the_clear() -> None:
     listener = Listener("tcp:127.0.0.1:0")
     ends = opened(listener, GOOD)
     assert not any(end.ready or end.proven for end in ends)
-    closed(ends)
+    close_all(ends)
     listener.close()
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from bifolio.disagg.connection import Connection, Timing
+from bifolio.disagg.connection import Connection, Timing, close_all
 from bifolio.disagg.receiver import HandoffReceiver
 from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender, RetryBudget
 from bifolio.request import PrefillResult, Request
@@ -124,9 +124,7 @@ class Pair:
         return event
 
     def close(self) -> None:
-        for side in (self.prefill, self.decode):
-            side.connection.close("done")
-            side.connection.join()
+        close_all([self.prefill.connection, self.decode.connection])
 
     def bodies(self, request: Request) -> list[bytes]:
         """What the decode side holds of a prompt, page by page."""

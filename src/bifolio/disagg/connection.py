@@ -263,11 +263,6 @@ class Connection:
         self._write()
         self._sock.close()
 
-    def join(self) -> None:
-        """Wait until a closed connection has sent its last words: two seconds at most."""
-        if self._thread is not None:
-            self._thread.join(2 * _FLUSH_SECONDS)
-
     # ── messages out ─────────────────────────────────────────────────────────────────────────
 
     def _post(self, message: Message, record: memoryview | None = None) -> None:
@@ -575,3 +570,12 @@ class Connection:
             while time.monotonic() < end and self._sock.recv(_READ_BYTES):
                 pass
         self._sock.close()
+
+
+def close_all(connections: Sequence[Connection], reason: str = "the worker ends") -> None:
+    """Close connections and wait, two seconds at most each, until their last words are sent."""
+    for connection in connections:
+        connection.close(reason)
+    for connection in connections:
+        if connection._thread is not None:
+            connection._thread.join(2 * _FLUSH_SECONDS)

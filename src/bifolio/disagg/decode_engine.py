@@ -12,9 +12,9 @@ import msgspec
 
 from bifolio.config import EngineConfig
 from bifolio.disagg.addresses import Listener
-from bifolio.disagg.connection import Connection
+from bifolio.disagg.connection import Connection, close_all
 from bifolio.disagg.handshake import hello_of
-from bifolio.disagg.prefill_engine import TIMING
+from bifolio.disagg.prefill_engine import BUSY_POLL, IDLE_POLL, TIMING
 from bifolio.disagg.protocol import Role
 from bifolio.disagg.receiver import HandoffReceiver, PromptReservations
 from bifolio.engine.engine import Engine, Progress
@@ -35,22 +35,38 @@ from bifolio.request import ErrorCode, FinishReason, Output
 MAX_STRANGERS = 256
 """Connections that may be open without a proof that they know the secret."""
 
-_BUSY_POLL, _IDLE_POLL = 0.005, 0.25
 
+class DecodeEngine(Engine):
+    """An engine that adopts requests; implements `Peers` for its connections."""
 
-class DecodePeers:
-    """Connections of prefill engines to a decode engine."""
-
-    def __init__(self, engine: DecodeEngine) -> None:
-        self._scheduler = engine.scheduler
-        self._reservations = engine.reservations
-        self._hello = hello_of(engine, Role.DECODE)
-        self._listener: Listener | None = None
-        self._secret = b""
-        self._stats = HandoffStats()
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress = lambda _stage, _done, _total: None,
+        tamper: Tamper | None = None,
+    ) -> None:
+        super().__init__(config, progress, tamper)
+        self.reservations = PromptReservations(
+            self.scheduler,
+            self.pool,
+            self.kernels.pages,
+            tokens=self.tokens,
+            vocab=self.spec.vocab,
+            decode_writer=self.writer(Phase.DECODE),
+        )
+        self.scheduler.reserved = self.reservations
         self.receivers: list[HandoffReceiver] = []
         """Of all connections, ready or not."""
+        self._hello = hello_of(self, Role.DECODE)
+        self._handoff = HandoffStats()
+        self._listener: Listener | None = None
+        self._secret = b""
         self._news: list[Outputs | Listening | PeerNews] = []
+
+    @property
+    def peers(self) -> DecodeEngine:
+        """Prefill engines that hand requests to this one."""
+        return self
 
     @property
     def poll_timeout(self) -> float:
@@ -58,7 +74,7 @@ class DecodePeers:
         if self._news:
             return 0.0
         busy = any(receiver.open_transfers for receiver in self.receivers)
-        return _BUSY_POLL if busy else _IDLE_POLL
+        return BUSY_POLL if busy else IDLE_POLL
 
     def files(self) -> Iterable[int]:
         """See `Peers.files`."""
@@ -80,7 +96,7 @@ class DecodePeers:
     def connected(self, sock: socket.socket, secret: bytes) -> None:
         """A prefill engine has made a connection."""
         connection = Connection(sock, self._hello, secret=secret, timing=TIMING)
-        self.receivers.append(HandoffReceiver(connection, self._reservations, self._stats))
+        self.receivers.append(HandoffReceiver(connection, self.reservations, self._handoff))
 
     def poll(self) -> list[Outputs | Listening | PeerNews]:
         """See `Peers.poll`."""
@@ -107,70 +123,30 @@ class DecodePeers:
                 sock.close()
 
     def abort(self, request_id: str) -> None:
-        """Stop the transfer of a request that is not admitted yet."""
+        """Forget a request, admitted or still on its way."""
+        super().abort(request_id)
         for receiver in self.receivers:
             receiver.abort(request_id)
 
-    def stats(self) -> HandoffStats:
-        """For the heartbeat of the engine."""
-        scheduler = self._scheduler.stats()
-        return msgspec.structs.replace(
-            self._stats,
-            failed=dict(self._stats.failed),
-            open=scheduler.reservations,
-            peers=sum(receiver.ready for receiver in self.receivers),
-            reserved_pages=scheduler.reserved_pages,
-            pages_lost=scheduler.pages_lost,
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler.stats()
+        return self._with_handoff(
+            msgspec.structs.replace(
+                self._handoff,
+                failed=dict(self._handoff.failed),
+                open=scheduler.reservations,
+                peers=sum(receiver.ready for receiver in self.receivers),
+                reserved_pages=scheduler.reserved_pages,
+                pages_lost=scheduler.pages_lost,
+            )
         )
 
     def close(self) -> None:
-        """End all connections."""
-        connections = [receiver.connection for receiver in self.receivers]
-        for connection in connections:
-            connection.close("the decode worker ends")
-        for connection in connections:
-            connection.join()
+        close_all([receiver.connection for receiver in self.receivers])
         if self._listener is not None:
             self._listener.close()
-
-
-class DecodeEngine(Engine):
-    """An engine that adopts requests."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        progress: Progress = lambda _stage, _done, _total: None,
-        tamper: Tamper | None = None,
-    ) -> None:
-        super().__init__(config, progress, tamper)
-        self.reservations = PromptReservations(
-            self.scheduler,
-            self.pool,
-            self.kernels.pages,
-            tokens=self.tokens,
-            vocab=self.spec.vocab,
-            decode_writer=self.writer(Phase.DECODE),
-        )
-        self.scheduler.reserved = self.reservations
-        self._peers = DecodePeers(self)
-
-    @property
-    def peers(self) -> DecodePeers:
-        """Prefill engines that hand requests to this one."""
-        return self._peers
-
-    def abort(self, request_id: str) -> None:
-        super().abort(request_id)
-        self._peers.abort(request_id)
-
-    def stats(self) -> EngineStats:
-        return self._with_handoff(self._peers.stats())
-
-    def close(self) -> None:
-        self._peers.close()
-        self.scheduler.reserved = None  # it names this scheduler: a circle
-        del self._peers, self.reservations
+        self.receivers.clear()
+        self.scheduler.reserved = None  # it names the scheduler: a circle
         super().close()
 
 
