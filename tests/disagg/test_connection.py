@@ -18,7 +18,7 @@ import pytest
 
 from bifolio.disagg import decode_engine
 from bifolio.disagg.addresses import Listener, dial
-from bifolio.disagg.connection import MAX_MESSAGE_BYTES, Connection, ConnectionState, Timing
+from bifolio.disagg.connection import MAX_MESSAGE_BYTES, Connection, Timing
 from bifolio.disagg.protocol import (
     AbortTransfer,
     Admitted,
@@ -215,7 +215,7 @@ def test_a_silent_peer_is_given_up_and_one_that_sends_heartbeats_is_not(
         for end in (pair.prefill, pair.decode):
             pair.wire.carry()
             assert all(message == Heartbeat([4]) for message in end.poll([4]))
-    assert pair.decode.state is ConnectionState.READY
+    assert pair.decode.ready
     for second in range(40, 60):
         pair.now = float(second)
         pair.decode.poll()

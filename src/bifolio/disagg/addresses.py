@@ -27,7 +27,7 @@ class Listener:
     def __init__(self, address: str, tls: Tls | None = None) -> None:
         self.address = address
         family, place = _parts(address)
-        self._context = None if family == socket.AF_UNIX else _server_context(tls)
+        self._context = _context(tls, family, ssl.PROTOCOL_TLS_SERVER)
         self._sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             if family != socket.AF_UNIX:
@@ -76,7 +76,7 @@ def dial(address: str, tls: Tls | None = None) -> socket.socket:
     since the secret proves who is there.
     """
     family, place = _parts(address)
-    context = None if family == socket.AF_UNIX else _client_context(tls)
+    context = _context(tls, family, ssl.PROTOCOL_TLS_CLIENT)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(DIAL_SECONDS)
@@ -90,28 +90,22 @@ def dial(address: str, tls: Tls | None = None) -> socket.socket:
         raise ConnectionError(f"no decode worker at {address}: {error}") from error
 
 
-def _server_context(tls: Tls | None) -> ssl.SSLContext | None:
-    if tls is None:
+def _context(tls: Tls | None, family: socket.AddressFamily, side: int) -> ssl.SSLContext | None:
+    """None for a connection in the clear; `side` is PROTOCOL_TLS_SERVER or …_CLIENT."""
+    if tls is None or family == socket.AF_UNIX:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    files = f"{tls.cert} and {tls.key} are no pair"
     try:
-        context.load_cert_chain(tls.cert, tls.key)
+        if side == ssl.PROTOCOL_TLS_SERVER:
+            context.load_cert_chain(tls.cert, tls.key)
+        else:
+            context.check_hostname = False
+            files = f"{tls.ca} holds no certificates"
+            context.load_verify_locations(tls.ca)
     except OSError as error:
-        raise ConfigError(f"tls: {tls.cert} and {tls.key} are no pair: {error}") from error
-    return context
-
-
-def _client_context(tls: Tls | None) -> ssl.SSLContext | None:
-    if tls is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    try:
-        context.load_verify_locations(tls.ca)
-    except OSError as error:
-        raise ConfigError(f"tls: {tls.ca} holds no certificates: {error}") from error
+        raise ConfigError(f"tls: {files}: {error}") from error
     return context
 
 

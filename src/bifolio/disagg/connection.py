@@ -42,7 +42,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 
 import msgspec
 import numpy as np
@@ -72,8 +71,8 @@ _MAC_BYTES = 16
 _FRAME = struct.Struct(f"<I{_MAC_BYTES}s")
 _DESCRIPTOR = struct.Struct("<I")
 _READ_BYTES = 64 << 10
-_MOST_READ = 128 << 20
-"""Bytes that one `poll` reads at most."""
+_MOST_READ = 4 << 20
+"""Bytes that are read at most before it is the turn of those to be written."""
 
 _PARTS = 16
 _FLUSH_SECONDS = 1.0
@@ -98,14 +97,6 @@ class Timing:
     """Without progress of a transfer that waits for nothing of the peer's own, until it ends."""
 
 
-class ConnectionState(StrEnum):
-    """Life of a connection: it never goes back."""
-
-    OPENING = "opening"
-    READY = "ready"
-    CLOSED = "closed"
-
-
 class Connection:
     """One end, over a connected stream socket: Unix, TCP or TLS over TCP.
 
@@ -121,7 +112,7 @@ class Connection:
         timing: Timing = Timing(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.state = ConnectionState.OPENING
+        self.closed = False
         self.reason = ""
         """Why it is closed."""
         self.refused = False
@@ -130,6 +121,7 @@ class Connection:
         """The peer has proven that it knows the secret."""
         self.timing = timing
         self.clock = clock
+        self._ready = False
         self._sock = sock
         self._hello = hello
         self._decodes = hello.role is Role.DECODE
@@ -169,11 +161,8 @@ class Connection:
 
     @property
     def ready(self) -> bool:
-        return self.state is ConnectionState.READY
-
-    @property
-    def closed(self) -> bool:
-        return self.state is ConnectionState.CLOSED
+        """Both sides have agreed, and none has closed."""
+        return self._ready and not self.closed
 
     @property
     def agreement(self) -> Agreement:
@@ -256,10 +245,10 @@ class Connection:
             self._start_thread()
         if self._thread is not None:
             with self._lock:
-                self.state = ConnectionState.CLOSED
+                self.closed = True
                 os.eventfd_write(self._wake, 1)
             return
-        self.state = ConnectionState.CLOSED
+        self.closed = True
         self._write()
         self._sock.close()
 
@@ -437,6 +426,8 @@ class Connection:
 
     def _landed(self) -> None:
         self._arrived.append(self._message)
+        if self._arrival >= 0:
+            os.eventfd_write(self._arrival, 1)
         self._expect(_FRAME.size, self._framed)
 
     # ── opening and time ─────────────────────────────────────────────────────────────────────
@@ -466,54 +457,44 @@ class Connection:
             self.refuse(str(error))
             return
         if self._decodes:
-            self._stage(self._agreement)
+            self._map_records(self._agreement)
         self._post(Ready(self._agreement.name))
 
     def _get_ready(self, codec: str, agreement: Agreement) -> None:
         if codec != agreement.name:
             self.refuse(f"the peer worked out {codec}, not {agreement.name}")
             return
-        if not self._decodes:
-            try:
-                self._open(agreement)
-            except (ConfigError, OSError) as error:
-                self.close(f"no staging area: {error}")
-                return
-        self.state = ConnectionState.READY
+        try:
+            if not self._decodes:
+                self._map_records(agreement)
+        except (ConfigError, OSError) as error:
+            self.close(f"no staging area: {error}")
+            return
+        self._ready = True
         if not self._shares_memory:
             self._start_thread()
 
-    def _stage(self, agreement: Agreement) -> None:
-        """Make the staging area that the peer fills."""
-        slots, nbytes = agreement.slots, agreement.target.page_bytes
+    def _map_records(self, agreement: Agreement) -> None:
+        """Make the staging area, or the memory in which records are built."""
+        shape = agreement.slots, agreement.target.page_bytes
+        size = shape[0] * shape[1]
         if not self._shares_memory:
-            self._records = map_bytes(slots * nbytes).reshape(slots, nbytes)
+            self._records = map_bytes(size).reshape(shape)
             return
-        file = os.memfd_create("bifolio-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(file, slots * nbytes)
-        # A peer that shrinks the file would have this process die of a bus error.
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-        self._memory_file = file
-        self._ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
-        self._map_memory(agreement, file)
-
-    def _open(self, agreement: Agreement) -> None:
-        """Find the memory in which records are built."""
-        slots, nbytes = agreement.slots, agreement.target.page_bytes
-        if not self._shares_memory:
-            self._records = map_bytes(slots * nbytes).reshape(slots, nbytes)
-            return
-        if self._memory_file < 0:
+        if self._decodes:
+            file = os.memfd_create("bifolio-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._memory_file = file
+            os.ftruncate(file, size)
+            # A peer that shrinks the file would have this process die of a bus error.
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+            self._ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
+        elif self._memory_file < 0:
             raise ConfigError("the decode worker has passed no staging area")
         sealed = fcntl.fcntl(self._memory_file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if not sealed or os.fstat(self._memory_file).st_size < slots * nbytes:
+        if not sealed or os.fstat(self._memory_file).st_size < size:
             raise ConfigError("the decode worker's staging area is not what its Hello says")
-        self._map_memory(agreement, self._memory_file)
-
-    def _map_memory(self, agreement: Agreement, file: int) -> None:
-        slots, nbytes = agreement.slots, agreement.target.page_bytes
-        memory = mmap.mmap(file, slots * nbytes)  # unmapped with the last view of it
-        self._records = np.frombuffer(memory, np.uint8).reshape(slots, nbytes)
+        memory = mmap.mmap(self._memory_file, size)  # unmapped with the last view of it
+        self._records = np.frombuffer(memory, np.uint8).reshape(shape)
 
     def _keep_time(self, busy: Sequence[int]) -> None:
         now, timing = self.clock(), self.timing
@@ -552,7 +533,7 @@ class Connection:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             more = not self._ended and self._pump()
-            if self._arrived or self._ended:
+            if self._ended:
                 os.eventfd_write(self._arrival, 1)
         self._say_last_words()
         with self._lock:

@@ -235,23 +235,17 @@ class PrefillEngine(Engine):
         return True
 
     def _end(self, event: Event) -> None:
-        """A transfer is over: let go of the pages, count it and tell the front end."""
+        """A transfer is over: let go of the pages and tell the front end."""
         if self._routed.pop(event.request_id, None) is None:
             return
         self.scheduler.abort(event.request_id)
         self.scheduler.release(event.request_id)
-        stats = self._handoff
         if isinstance(event, Delivered):
-            stats.delivered += 1
-            stats.pages += event.pages
-            stats.hidden_pages += event.hidden
-            stats.known_pages += event.known
-            stats.nbytes += event.nbytes
-            stats.exposed_seconds += event.seconds
             self._news.append(Output(id=event.request_id, finish=FinishReason.HANDOFF))
             return
         log.warning("hand-off failed", request=event.request_id, cause=event.cause)
-        stats.failed[event.cause] = stats.failed.get(event.cause, 0) + 1
+        failed = self._handoff.failed
+        failed[event.cause] = failed.get(event.cause, 0) + 1
         if event.fault is not None:
             self.scheduler.cache.quarantine(event.fault.page)
         self._news.append(_failure(event))

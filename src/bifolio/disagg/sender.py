@@ -101,19 +101,14 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The decode side has admitted the request. Release its pages; it is not ours any more."""
+    """The decode side has admitted the request. Release its pages; it is not ours any more.
+
+    `pages` were sent; `known` were not, since the decode side had them.
+    """
 
     request_id: str
     pages: int
-    """Sent."""
     known: int
-    """Not sent, since the decode side had them."""
-    hidden: int
-    """Sent before the prompt was computed to its end."""
-    nbytes: int
-    """Of the records sent, with those of failed attempts."""
-    seconds: float
-    """From the end of the prompt to the admission: the part of the transfer that nothing hid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +172,8 @@ class _Outgoing:
 class HandoffSender:
     """Sends hand-offs over one connection. Not thread-safe: call it from the engine's thread.
 
-    `integrity` as in EngineConfig: whether pages of `pool` are sealed. `stats` counts the seconds
-    that checking, converting and digesting pages takes. `batch` bounds the pages of one `poll`.
+    `integrity` as in EngineConfig: whether pages of `pool` are sealed. `stats` counts what is
+    delivered, and the seconds that making records takes. `batch` bounds the pages of one `poll`.
     """
 
     def __init__(
@@ -334,16 +329,14 @@ class HandoffSender:
         self._retries.succeeded()
         self.connection.send(Settled(out.transfer))
         self._forget(out)
-        self._events.append(
-            Delivered(
-                request_id=out.request.id,
-                pages=len(out.sent),
-                known=out.known,
-                hidden=out.hidden,
-                nbytes=out.nbytes,
-                seconds=self.connection.clock() - out.ended,
-            )
-        )
+        stats = self._stats
+        stats.delivered += 1
+        stats.pages += len(out.sent)
+        stats.hidden_pages += out.hidden
+        stats.known_pages += out.known
+        stats.nbytes += out.nbytes
+        stats.exposed_seconds += self.connection.clock() - out.ended
+        self._events.append(Delivered(out.request.id, len(out.sent), out.known))
 
     # ── attempts ─────────────────────────────────────────────────────────────────────────────
 
