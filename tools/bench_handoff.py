@@ -32,8 +32,8 @@ from bifolio.cache.manager import CacheManager
 from bifolio.cache.page_pool import PagePool
 from bifolio.checkpoint.token_ids import TokenIds
 from bifolio.disagg.addresses import Listener, dial
-from bifolio.disagg.connection import Connection, close_all
 from bifolio.disagg.handshake import STAGING_BYTES, handed_writer, page_shape
+from bifolio.disagg.peer_connection import PeerConnection, close_all
 from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelFingerprint, Role, WorkerHello
 from bifolio.disagg.receiver import HandoffReceiver, PromptReservations
 from bifolio.disagg.sender import Delivered, HandoffSender
@@ -101,7 +101,9 @@ class PrefillBench:
         self.pool.headers[pages, HEADER_SEAL] = ops.seals(self.pool.tensor, pages, 64)
 
     def sender(self, sock: socket.socket) -> HandoffSender:
-        return HandoffSender(Connection(sock, hello(Role.PREFILL, self.spec)), self.pool, self.ops)
+        return HandoffSender(
+            PeerConnection(sock, hello(Role.PREFILL, self.spec)), self.pool, self.ops
+        )
 
     def offer(self, sender: HandoffSender, name: str) -> None:
         """The whole prompt, computed already."""
@@ -128,7 +130,9 @@ class DecodeBench:
         self.scheduler.reserved = self.reservations
 
     def receiver(self, sock: socket.socket) -> HandoffReceiver:
-        return HandoffReceiver(Connection(sock, hello(Role.DECODE, self.spec)), self.reservations)
+        return HandoffReceiver(
+            PeerConnection(sock, hello(Role.DECODE, self.spec)), self.reservations
+        )
 
     def release(self, name: str) -> None:
         self.scheduler.abort(name)
@@ -190,7 +194,7 @@ def connected(transport: str) -> tuple[socket.socket, socket.socket]:
 # ── two processes ────────────────────────────────────────────────────────────────────────────────
 
 
-def wait(connection: Connection | Listener) -> None:
+def wait(connection: PeerConnection | Listener) -> None:
     """As an engine that is busy with hand-offs waits."""
     if (file := connection.fileno()) >= 0:
         select.select([file], [], [], 0.005)

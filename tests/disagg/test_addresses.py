@@ -12,7 +12,7 @@ import pytest
 
 from bifolio.config import resolve
 from bifolio.disagg.addresses import Listener, dial
-from bifolio.disagg.connection import Connection, close_all
+from bifolio.disagg.peer_connection import PeerConnection, close_all
 from bifolio.engine.messages import Tls
 from bifolio.errors import ConfigError
 from support.handoff_pools import DecodePool, PrefillPool, kernels, tiny_spec
@@ -31,13 +31,13 @@ def stranger(tmp_path: Path) -> Tls:
     return Tls(str(cert), str(key), str(cert))
 
 
-def opened(listener: Listener, tls: Tls | None) -> tuple[Connection, Connection]:
+def opened(listener: Listener, tls: Tls | None) -> tuple[PeerConnection, PeerConnection]:
     """Both ends of a connection, once they are ready or one of them has ended."""
     pools = PrefillPool(tiny_spec(), 2, kernels()), DecodePool(tiny_spec(), 2, kernels())
-    one = Connection(dial(listener.address, tls), pools[0].hello())
+    one = PeerConnection(dial(listener.address, tls), pools[0].hello())
     while (sock := listener.accept()) is None:
         time.sleep(0.001)
-    other = Connection(sock, pools[1].hello())
+    other = PeerConnection(sock, pools[1].hello())
     ends = (one, other)
     while not all(end.ready for end in ends) and not any(end.closed for end in ends):
         for end in ends:

@@ -101,7 +101,8 @@ def run(weather: str, seed: int) -> World:
 def clear_sky(first: int, count: int) -> None:
     for seed in range(first, first + count):
         dice = random.Random(f"clear {seed}")
-        load = Load(slots=dice.randrange(1, 5), pages=(80, 80), sizes=some_load(seed).sizes)
+        sizes = some_load(seed).sizes
+        load = Load(slots=dice.randrange(1, 5), max_queue=4, pages=(80, 80), sizes=sizes)
         world = World(seed, Weather(delay=0.05), load)
         world.run()
         assert not world.failures(), world.describe()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bifolio.disagg.connection import Timing
+from bifolio.disagg.peer_connection import Timing
 from bifolio.disagg.protocol import Cause, Grant, Offer, PageMessage
 from bifolio.disagg.receiver import HandoffReceiver
 from bifolio.disagg.sender import RetryBudget

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from bifolio.disagg.connection import Connection, Timing, close_all
+from bifolio.disagg.peer_connection import PeerConnection, Timing, close_all
 from bifolio.disagg.receiver import HandoffReceiver
 from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender, RetryBudget
 from bifolio.request import PrefillResult, Request
@@ -43,7 +43,7 @@ class Pair:
         one, other = ends or socket.socketpair()
         hellos = (source.hello(), target.hello(slots, **(hello_changes or {})))
         connections = [
-            Connection(sock, hello, secret=secret, timing=timing, clock=self.clock)
+            PeerConnection(sock, hello, secret=secret, timing=timing, clock=self.clock)
             for sock, hello, secret in zip((one, other), hellos, secrets, strict=True)
         ]
         self.prefill = HandoffSender(

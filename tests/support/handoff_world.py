@@ -10,7 +10,7 @@ import msgspec
 
 from bifolio.cache.manager import PageTable
 from bifolio.disagg.codec import PageCodec
-from bifolio.disagg.connection import Connection, Timing
+from bifolio.disagg.peer_connection import PeerConnection, Timing
 from bifolio.disagg.receiver import HandoffReceiver
 from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender, RetryBudget
 from bifolio.request import PrefillResult, Request
@@ -29,6 +29,7 @@ class Load:
 
     requests: int = 4
     slots: int = 2
+    max_queue: int = 3
     pages: tuple[int, int] = (40, 24)
     formats: tuple[str, str] = ("bf16", "bf16")
     sizes: tuple[int, int] = (16, 16)
@@ -70,7 +71,7 @@ class World:
             self.weather, self.seed, lambda: self.now, self.target.spec.page_bytes
         )
         connections = [
-            Connection(sock, hello, timing=TIMING, clock=lambda: self.now)
+            PeerConnection(sock, hello, timing=TIMING, clock=lambda: self.now)
             for sock, hello in (
                 (self.wire.prefill, self.source.hello()),
                 (self.wire.decode, self.target.hello(self.load.slots)),
@@ -79,7 +80,9 @@ class World:
         self.prefill = HandoffSender(
             connections[0], self.source.pool, ops, retries=RetryBudget(seed=self.seed)
         )
-        self.decode = HandoffReceiver(connections[1], self.target.reservations, max_queue=3)
+        self.decode = HandoffReceiver(
+            connections[1], self.target.reservations, max_queue=self.load.max_queue
+        )
         self.events: dict[str, Event] = {}
         self.admitted: dict[str, float] = {}
         self.jobs = [self._job(i) for i in range(self.load.requests)]

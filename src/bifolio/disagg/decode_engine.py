@@ -12,8 +12,8 @@ import msgspec
 
 from bifolio.config import EngineConfig
 from bifolio.disagg.addresses import Listener
-from bifolio.disagg.connection import Connection, close_all
 from bifolio.disagg.handshake import hello_of
+from bifolio.disagg.peer_connection import PeerConnection, close_all
 from bifolio.disagg.prefill_engine import BUSY_POLL, IDLE_POLL, TIMING
 from bifolio.disagg.protocol import Role
 from bifolio.disagg.receiver import HandoffReceiver, PromptReservations
@@ -95,7 +95,7 @@ class DecodeEngine(Engine):
 
     def connected(self, sock: socket.socket, secret: bytes) -> None:
         """A prefill engine has made a connection."""
-        connection = Connection(sock, self._hello, secret=secret, timing=TIMING)
+        connection = PeerConnection(sock, self._hello, secret=secret, timing=TIMING)
         self.receivers.append(HandoffReceiver(connection, self.reservations, self._handoff))
 
     def poll(self) -> list[Outputs | Listening | PeerNews]:

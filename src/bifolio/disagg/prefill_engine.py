@@ -19,8 +19,8 @@ import structlog
 from bifolio.config import EngineConfig
 from bifolio.disagg.addresses import dial
 from bifolio.disagg.codec import hand_off_kernels
-from bifolio.disagg.connection import Connection, Timing, close_all
 from bifolio.disagg.handshake import hello_of
+from bifolio.disagg.peer_connection import PeerConnection, Timing, close_all
 from bifolio.disagg.protocol import Cause, Role
 from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender
 from bifolio.engine.engine import Engine, Progress
@@ -120,7 +120,7 @@ class PrefillEngine(Engine):
             former.connection.close("there is a new connection to this worker")
             self._lost += self._poll(name, former)
         self._senders[name] = HandoffSender(
-            Connection(sock, self._hello, secret=secret, timing=TIMING),
+            PeerConnection(sock, self._hello, secret=secret, timing=TIMING),
             self.pool,
             self._handoff_kernels,
             integrity=self.runner.seals is not None,

@@ -20,7 +20,7 @@ import structlog
 
 from bifolio.cache.manager import PageTable
 from bifolio.checkpoint.token_ids import TokenIds
-from bifolio.disagg.connection import Connection
+from bifolio.disagg.peer_connection import PeerConnection
 from bifolio.disagg.protocol import (
     AbortTransfer,
     Accept,
@@ -209,7 +209,7 @@ class HandoffReceiver:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: PeerConnection,
         reservations: PromptReservations,
         stats: HandoffStats | None = None,
         *,

@@ -24,7 +24,7 @@ import torch
 from bifolio.cache.manager import PageTable
 from bifolio.cache.stamps import PageFault
 from bifolio.disagg.codec import HandOffKernels, PageCodec
-from bifolio.disagg.connection import Connection
+from bifolio.disagg.peer_connection import PeerConnection
 from bifolio.disagg.protocol import (
     AbortTransfer,
     Accept,
@@ -178,7 +178,7 @@ class HandoffSender:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: PeerConnection,
         pool: KVPool,
         kernels: HandOffKernels,
         *,

@@ -18,7 +18,7 @@ import pytest
 
 from bifolio.disagg import decode_engine
 from bifolio.disagg.addresses import Listener, dial
-from bifolio.disagg.connection import MAX_MESSAGE_BYTES, Connection, Timing
+from bifolio.disagg.peer_connection import MAX_MESSAGE_BYTES, PeerConnection, Timing
 from bifolio.disagg.protocol import (
     AbortTransfer,
     Admitted,
@@ -73,7 +73,7 @@ class Tapped:
         self.wire = Tap(spec.page_bytes)
         hellos = (PrefillPool(spec, 2, ops).hello(), DecodePool(spec, 2, ops).hello())
         self.prefill, self.decode = (
-            Connection(sock, hello, secret=b"s", timing=TIMING, clock=lambda: self.now)
+            PeerConnection(sock, hello, secret=b"s", timing=TIMING, clock=lambda: self.now)
             for sock, hello in zip((self.wire.prefill, self.wire.decode), hellos, strict=True)
         )
 
@@ -324,16 +324,16 @@ def test_another_secret_is_no_connection_on_either_side(ends: Ends) -> None:
 # ── TCP ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def stranger(timing: Timing = Timing()) -> tuple[socket.socket, Connection]:  # noqa: B008
+def stranger(timing: Timing = Timing()) -> tuple[socket.socket, PeerConnection]:  # noqa: B008
     """A socket of somebody who knows nothing, and the decode end that it is connected to."""
     one, other = tcp_ends()
     one.setblocking(True)
     one.settimeout(PATIENCE)
     hello = DecodePool(tiny_spec(), 2, kernels()).hello()
-    return one, Connection(other, hello, secret=b"secret", timing=timing)
+    return one, PeerConnection(other, hello, secret=b"secret", timing=timing)
 
 
-def polled_to_the_end(connection: Connection) -> None:
+def polled_to_the_end(connection: PeerConnection) -> None:
     end = time.monotonic() + PATIENCE
     while not connection.closed:
         assert time.monotonic() < end
@@ -483,11 +483,11 @@ CHILD = """
 import sys, time
 sys.path[:0] = sys.argv[2:]
 from bifolio.disagg.addresses import dial
-from bifolio.disagg.connection import Connection
+from bifolio.disagg.peer_connection import PeerConnection
 from bifolio.disagg.protocol import PageMessage
 from support.handoff_pools import PrefillPool, kernels, tiny_spec
 hello = PrefillPool(tiny_spec(), 2, kernels()).hello()
-one = Connection(dial("shm:" + sys.argv[1]), hello)
+one = PeerConnection(dial("shm:" + sys.argv[1]), hello)
 while not one.ready:
     one.poll()
     time.sleep(0.001)
@@ -508,7 +508,9 @@ def test_a_killed_process_leaves_no_memory_and_no_writer_behind() -> None:
         stdout=subprocess.PIPE,
     )
     try:
-        end = Connection(accepted(listener), DecodePool(tiny_spec(), 2, kernels()).hello(slots=2))
+        end = PeerConnection(
+            accepted(listener), DecodePool(tiny_spec(), 2, kernels()).hello(slots=2)
+        )
         arrived: list[Message] = []
         while not any(isinstance(message, PageMessage) for message in arrived):
             arrived += end.poll()

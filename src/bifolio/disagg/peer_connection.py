@@ -97,7 +97,7 @@ class Timing:
     """Without progress of a transfer that waits for nothing of the peer's own, until it ends."""
 
 
-class Connection:
+class PeerConnection:
     """One end, over a connected stream socket: Unix, TCP or TLS over TCP.
 
     Not thread-safe. Call `poll` often: it never blocks. `clock` gives seconds.
@@ -553,7 +553,7 @@ class Connection:
         self._sock.close()
 
 
-def close_all(connections: Sequence[Connection], reason: str = "the worker ends") -> None:
+def close_all(connections: Sequence[PeerConnection], reason: str = "the worker ends") -> None:
     """Close connections and wait, two seconds at most each, until their last words are sent."""
     for connection in connections:
         connection.close(reason)
