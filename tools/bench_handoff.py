@@ -1,50 +1,56 @@
 """What a hand-off costs either side: processor time per prompt, bytes on the wire.
 
     python tools/bench_handoff.py [--tokens N] [--model …] [--threads N]
+    python tools/bench_handoff.py --listen 10.9.0.2:7010     # the decode side, its own process
+    python tools/bench_handoff.py --dial 10.9.0.2:7010       # the prefill side: wall time, MB/s
 
-Both sides run in one thread by turns, over memory, shared memory and TCP on this host; a prompt
-that is computed already goes over in one piece. Times are those of the thread that polls (and of
-the conversion's threads, if there are more: wall time then), the best of several: the sender checks
-seals, converts and hashes, the receiver copies and hashes. The last line is JSON.
+In one process both sides run in one thread by turns, over shared memory and TCP on this host; a
+prompt that is computed already goes over in one piece. Times are those of the thread that polls
+(and of the conversion's threads, if there are more: wall time then), the best of several: the
+sender checks seals, converts and hashes, the receiver copies and hashes. In two processes the time
+is that from the offer to the admission, for bf16 pages; `emulated_link.c` makes a slow network to
+do it over. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import select
 import socket
+import statistics
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from bifolio.cache.manager import CacheManager, PageTable
+from bifolio.cache.manager import CacheManager
 from bifolio.cache.page_pool import PagePool
-from bifolio.disagg.handshake import handed_writer, page_shape
-from bifolio.disagg.link import Link
-from bifolio.disagg.pool_sink import PoolReservation, PoolSink
-from bifolio.disagg.pool_source import PoolSource
+from bifolio.checkpoint.token_ids import TokenIds
+from bifolio.disagg.addresses import Listener, dial
+from bifolio.disagg.handshake import STAGING_BYTES, handed_writer, page_shape
+from bifolio.disagg.peer_connection import PeerConnection, close_all
 from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelFingerprint, Role, WorkerHello
-from bifolio.disagg.receiver import HandoffReceiver
+from bifolio.disagg.receiver import HandoffReceiver, PromptReservations
 from bifolio.disagg.sender import Delivered, HandoffSender
-from bifolio.disagg.shared_memory import SharedMemory
-from bifolio.disagg.tcp import Network
-from bifolio.disagg.transport import Transport, loopback
 from bifolio.formats import CacheFormat
 from bifolio.kernels.native import NativeOps
 from bifolio.pages.kv_pool import KVPool
 from bifolio.request import PrefillResult, Request, SamplingParams
+from bifolio.scheduler.limits import SchedulerLimits
+from bifolio.scheduler.scheduler import Scheduler
 from bifolio.spec import PageSpec
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 
 MODELS = {"smollm2-135m": (30, 3, 64), "qwen2.5-0.5b": (24, 2, 64), "llama-3-8b": (32, 8, 128)}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "fp8:token"), ("fp8", "fp8"))
-TRANSPORTS = ("loopback", "shared memory", "tcp")
-WRITER, SLOTS, ROUNDS = 7, 256, 5
+TRANSPORTS = ("shared memory", "tcp")
+WRITER, ROUNDS, TRANSFERS = 7, 5, 20
+VOCAB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -65,116 +71,176 @@ class HandoffResult:
         )
 
 
-class HandoffBench:
-    """Two pools of one shape; the pages of the prompt stand in the first."""
+def hello(role: Role, spec: PageSpec) -> WorkerHello:
+    return WorkerHello(
+        version=PROTOCOL_VERSION,
+        role=role,
+        boot_epoch=1,
+        region="here",
+        model=ModelFingerprint("c", "t", "w"),
+        page=page_shape(spec),
+        writer=WRITER if role is Role.PREFILL else 0,
+        slots=max(8, STAGING_BYTES // spec.page_bytes) if role is Role.DECODE else 0,
+        max_tokens=VOCAB,
+    )
 
-    def __init__(self, ops: NativeOps, specs: tuple[PageSpec, PageSpec], tokens: int) -> None:
-        self.source, self.target = specs
-        self.ops, self.tokens = ops, tokens
-        self.pages = KVPool(self.source, self.source.pages_for(tokens))
-        self.cache = CacheManager(PagePool(self.pages.pages), self.source.page_size, WRITER, WRITER)
-        self.table = self.cache.open(array("I", range(tokens)), tokens, "", 0)
-        self.cache.reserve(self.table, tokens)
-        self.pages.tensor.random_(0x30, 0x40)
-        self.pages.stamp(self.cache.pool.take_stamps())
-        numbers = self.table.page_ids
-        self.pages.headers[numbers, HEADER_FILL] = self.source.page_size
-        self.pages.headers[numbers, HEADER_SEAL] = ops.seals(self.pages.tensor, numbers, 64)
-        self.arrived: list[PageTable] = []
 
-    def hello(self, role: Role, spec: PageSpec) -> WorkerHello:
-        return WorkerHello(
-            version=PROTOCOL_VERSION,
-            role=role,
-            nonce=b"",
-            boot_epoch=1,
-            region="here",
-            model=ModelFingerprint("c", "t", "w"),
-            page=page_shape(spec),
-            writer=WRITER if role is Role.PREFILL else 0,
-            slots=SLOTS if role is Role.DECODE else 0,
-            max_tokens=2 * self.tokens,
+class PrefillBench:
+    """A pool with the pages of one prompt, computed and sealed."""
+
+    def __init__(self, ops: NativeOps, spec: PageSpec, tokens: int) -> None:
+        self.ops, self.spec, self.tokens = ops, spec, tokens
+        self.pool = KVPool(spec, spec.pages_for(tokens))
+        cache = CacheManager(PagePool(self.pool.pages), spec.page_size, WRITER, WRITER)
+        self.table = cache.open(array("I", range(tokens)), tokens, "", 0)
+        cache.reserve(self.table, tokens)
+        self.pool.tensor.random_(0x30, 0x40)
+        self.pool.stamp(cache.pool.take_stamps())
+        pages = self.table.page_ids
+        self.pool.headers[pages, HEADER_FILL] = spec.page_size
+        self.pool.headers[pages, HEADER_SEAL] = ops.seals(self.pool.tensor, pages, 64)
+
+    def sender(self, sock: socket.socket) -> HandoffSender:
+        return HandoffSender(
+            PeerConnection(sock, hello(Role.PREFILL, self.spec)), self.pool, self.ops
         )
 
-    def run(self, name: str, ends: tuple[Transport, Transport]) -> HandoffResult:
-        """Hand the prompt over several times; nothing stays cached on the decode side."""
-        pool = KVPool(self.target, self.target.pages_for(self.tokens))
-        writer = handed_writer(WRITER, self.source, self.target, b"", b"")
-        cache = CacheManager(
-            PagePool(pool.pages), self.target.page_size, writer, WRITER, prefix_cache=False
-        )
-        sink = PoolSink(
-            cache,
-            pool,
-            self.ops,
-            bind=lambda _writer: None,
-            check=lambda _request: None,
-            room=lambda _request, _pages: True,
-            admit=lambda _request, table, _result: self.arrived.append(table),
-            withdraw=lambda _request_id: None,
-        )
-        record = self.target.page_bytes
-        prefill = HandoffSender(
-            Link(ends[0], self.hello(Role.PREFILL, self.source), record),
-            PoolSource(self.pages, self.ops),
-        )
-        decode = HandoffReceiver[PoolReservation](
-            Link(ends[1], self.hello(Role.DECODE, self.target), record), sink
-        )
-        while not (prefill.ready and decode.ready):
-            prefill.poll()
-            decode.poll()
-        rounds = [self._once(prefill, decode, cache, str(i)) for i in range(ROUNDS)]
-        prefill.link.close("done")
-        codec = f"{self.source.cache} > {self.target.cache}"
-        sent = record * self.target.pages_for(self.tokens)
-        read = self.source.page_bytes * self.source.pages_for(self.tokens)
-        near, far = (min(times) for times in zip(*rounds, strict=True))
-        return HandoffResult(name, codec, sent / self.tokens, near, far, (read + sent) / near / 1e6)
-
-    def _once(
-        self,
-        prefill: HandoffSender,
-        decode: HandoffReceiver[PoolReservation],
-        cache: CacheManager,
-        name: str,
-    ) -> tuple[float, float]:
-        """Milliseconds of either side."""
-        clock = time.thread_time if self.ops.threads == 1 else time.perf_counter
+    def offer(self, sender: HandoffSender, name: str) -> None:
+        """The whole prompt, computed already."""
         sampling = SamplingParams(max_tokens=8)
         request = Request(id=name, prompt_ids=list(range(self.tokens)), sampling=sampling)
-        prefill.offer(request, self.table)
-        prefill.finish(name, PrefillResult(token=1))
-        spent = [0.0, 0.0]
-        delivered = False
-        while not delivered:
-            before = clock()
-            events = prefill.poll()
-            between = clock()
-            decode.poll()
-            spent[0] += between - before
-            spent[1] += clock() - between
-            delivered = any(isinstance(event, Delivered) for event in events)
-        cache.release(self.arrived.pop())
-        return spent[0] * 1e3, spent[1] * 1e3
+        sender.offer(request, self.table)
+        sender.finish(name, PrefillResult(token=1))
 
 
-@contextmanager
-def connected(name: str) -> Iterator[tuple[Transport, Transport]]:
+class DecodeBench:
+    """A pool that lets go of each prompt as soon as it has come; nothing stays cached."""
+
+    def __init__(self, ops: NativeOps, spec: PageSpec, tokens: int, writer: int = WRITER) -> None:
+        self.spec = spec
+        pool = KVPool(spec, spec.pages_for(tokens) + 1)
+        pool.tensor.fill_(1)  # the memory is there before anything is measured
+        cache = CacheManager(
+            PagePool(pool.pages), spec.page_size, writer, WRITER, prefix_cache=False
+        )
+        self.scheduler = Scheduler(cache, SchedulerLimits(max_model_len=VOCAB))
+        self.reservations = PromptReservations(
+            self.scheduler, pool, ops, tokens=TokenIds(VOCAB), vocab=VOCAB, decode_writer=WRITER
+        )
+        self.scheduler.reserved = self.reservations
+
+    def receiver(self, sock: socket.socket) -> HandoffReceiver:
+        return HandoffReceiver(
+            PeerConnection(sock, hello(Role.DECODE, self.spec)), self.reservations
+        )
+
+    def release(self, name: str) -> None:
+        self.scheduler.abort(name)
+
+
+def run(
+    ops: NativeOps, specs: tuple[PageSpec, PageSpec], tokens: int, transport: str
+) -> HandoffResult:
+    """Hand the prompt over several times, both sides by turns."""
+    source, target = specs
+    prefill = PrefillBench(ops, source, tokens)
+    decode = DecodeBench(ops, target, tokens, handed_writer(WRITER, source, target, b"", b""))
+    sockets = connected(transport)
+    sender, receiver = prefill.sender(sockets[0]), decode.receiver(sockets[1])
+    while not (sender.ready and receiver.ready):
+        sender.poll()
+        receiver.poll()
+    rounds = []
+    for i in range(ROUNDS):
+        prefill.offer(sender, str(i))
+        rounds.append(_polled(sender, receiver, ops.threads))
+        decode.release(str(i))
+    close_all([sender.connection, receiver.connection])
+    sent = target.page_bytes * target.pages_for(tokens)
+    read = source.page_bytes * source.pages_for(tokens)
+    near, far = (min(times) for times in zip(*rounds, strict=True))
+    codec = f"{source.cache} > {target.cache}"
+    return HandoffResult(transport, codec, sent / tokens, near, far, (read + sent) / near / 1e6)
+
+
+def _polled(sender: HandoffSender, receiver: HandoffReceiver, threads: int) -> tuple[float, float]:
+    """Milliseconds of either side until the hand-off is delivered."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    spent = [0.0, 0.0]
+    delivered = False
+    while not delivered:
+        before = clock()
+        events = sender.poll()
+        between = clock()
+        receiver.poll()
+        spent[0] += between - before
+        spent[1] += clock() - between
+        delivered = any(isinstance(event, Delivered) for event in events)
+    return spent[0] * 1e3, spent[1] * 1e3
+
+
+def connected(transport: str) -> tuple[socket.socket, socket.socket]:
     """Prefill end and decode end of a new connection."""
-    if name == "loopback":
-        yield loopback()
-    elif name == "shared memory":
-        one, other = socket.socketpair()
-        yield SharedMemory(one), SharedMemory(other)
-    else:
-        server, client = Network(b"bench"), Network(b"bench")
-        near = client.connect("127.0.0.1", server.listen("127.0.0.1", 0))
-        while (far := server.accept()) is None:
-            time.sleep(0.001)
-        yield near, far
-        client.close()
-        server.close()
+    if transport == "shared memory":
+        return socket.socketpair()
+    listener = Listener("tcp:127.0.0.1:0")
+    near = dial(listener.address)
+    while (far := listener.accept()) is None:
+        time.sleep(0.001)
+    listener.close()
+    return near, far
+
+
+# ── two processes ────────────────────────────────────────────────────────────────────────────────
+
+
+def wait(connection: PeerConnection | Listener) -> None:
+    """As an engine that is busy with hand-offs waits."""
+    if (file := connection.fileno()) >= 0:
+        select.select([file], [], [], 0.005)
+
+
+def serve(ops: NativeOps, spec: PageSpec, tokens: int, address: str) -> None:
+    """The decode side: take hand-offs until the process is ended."""
+    decode, listener = DecodeBench(ops, spec, tokens), Listener(address)
+    print("listening", flush=True)
+    while True:
+        while (sock := listener.accept()) is None:
+            wait(listener)
+        receiver, admitted = decode.receiver(sock), 0
+        while not receiver.connection.closed:
+            receiver.poll()
+            while admitted < receiver.stats.delivered:
+                decode.release(str(admitted))
+                admitted += 1
+            wait(receiver.connection)
+
+
+def transfers(ops: NativeOps, spec: PageSpec, tokens: int, address: str) -> dict[str, Any]:
+    """The prefill side: milliseconds of the first hand-off of a connection, and of later ones."""
+    prefill = PrefillBench(ops, spec, tokens)
+    sender = prefill.sender(dial(address))
+    while not sender.ready:
+        assert not sender.connection.closed, sender.connection.reason
+        sender.poll()
+        wait(sender.connection)
+    times = []
+    for i in range(TRANSFERS):
+        start = time.perf_counter()
+        prefill.offer(sender, str(i))
+        while not (events := sender.poll()):
+            wait(sender.connection)
+        assert isinstance(events[0], Delivered), events
+        times.append(1e3 * (time.perf_counter() - start))
+    close_all([sender.connection])
+    median = statistics.median(times[1:])
+    nbytes = spec.page_bytes * spec.pages_for(tokens)
+    return {
+        "first_ms": round(times[0], 1),
+        "median_ms": round(median, 1),
+        "best_ms": round(min(times), 1),
+        "median_mb_per_second": round(nbytes / median / 1e3, 1),
+    }
 
 
 def measure(
@@ -184,10 +250,8 @@ def measure(
     results = []
     for pair in PAIRS:
         one, other = (PageSpec(*MODELS[model], CacheFormat.parse(f), page) for f in pair)
-        bench = HandoffBench(ops, (one, other), tokens)
-        for name in transports:
-            with connected(name) as ends:
-                results.append(bench.run(name, ends))
+        for transport in transports:
+            results.append(run(ops, (one, other), tokens, transport))
             print(results[-1], flush=True)
     return results
 
@@ -198,11 +262,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--listen", metavar="HOST:PORT")
+    parser.add_argument("--dial", metavar="HOST:PORT")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(NativeOps(args.threads), args.model, args.tokens, args.page)
-    results = [asdict(result) for result in found]
-    print(json.dumps({"model": args.model, "tokens": args.tokens, "results": results}))
+    ops = NativeOps(args.threads)
+    spec = PageSpec(*MODELS[args.model], CacheFormat.parse("bf16"), args.page)
+    if args.listen:
+        serve(ops, spec, args.tokens, f"tcp:{args.listen}")
+    result: dict[str, Any] = {"model": args.model, "tokens": args.tokens}
+    if args.dial:
+        result |= transfers(ops, spec, args.tokens, f"tcp:{args.dial}")
+    else:
+        results = measure(ops, args.model, args.tokens, args.page)
+        result["results"] = [asdict(one) for one in results]
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -133,6 +134,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 def _check(name: str, value: float, bounds: Bounds, what: str = "value") -> None:
     if not bounds.hold(value):
         raise RequestError(f"{name}: {what} {shown(value)} must be {bounds}", param=name)
+
+
+def check_prompt_ids(ids: Iterable[int], vocab: int) -> None:
+    """RequestError for a token of a prompt that a model of so many rows has none for."""
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise RequestError(
+                f"prompt: token id {token} must be at least 0 and below {vocab}", param="prompt"
+            )
 
 
 def context_exceeded(limit: int, details: str, param: str) -> RequestError:

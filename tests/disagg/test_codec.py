@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from bifolio.disagg.codec import PageCodec, layer_caches
+from bifolio.disagg.codec import PageCodec, ReferenceHandOff, layer_caches
 from bifolio.disagg.handshake import Agreement
 from bifolio.disagg.token_planes import clear_tokens, token_planes
 from bifolio.formats import CacheFormat
 from bifolio.kernels import latent_pages, paged
 from bifolio.spec import PageSpec
 from bifolio.spec.page import LatentShape
-from support.handoff_pools import ReferenceKernels, kernels
+from support.handoff_pools import kernels
 
 LATENT = LatentShape(208, 16, 48, (0, 2))
 PAIRS = [
@@ -130,7 +130,7 @@ def test_native_records_are_those_of_the_reference_byte_for_byte(
     pool = filled(source, 83, static(source, 1))
     found = [
         encode(make_codec(source, target, ops, same_scales=False), pool, 83, batch)
-        for ops, batch in ((ReferenceKernels(), 6), (kernels(), 6), (kernels(), 1))
+        for ops, batch in ((ReferenceHandOff(), 6), (kernels(), 6), (kernels(), 1))
     ]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[1], found[2]), "pages sent one by one are those sent together"

@@ -102,7 +102,7 @@ def test_pages_of_prefill_stay_while_decode_does_not_answer(model, oracle, monke
         pair._submit(request, [])
     now = time.monotonic()
     with monkeypatch.context() as patch:  # for less time than a peer may be silent
-        patch.setattr(pair.prefill.peers._sides[NAME].link, "clock", lambda: now)
+        patch.setattr(pair.prefill.peers._senders[NAME].connection, "clock", lambda: now)
         for _ in range(200):  # the decode side is busy with something else
             pair.prefill.peers.poll()
             if pair.prefill.has_work:
@@ -151,12 +151,12 @@ def test_a_time_limit_ends_a_request_wherever_it_is_and_leaves_nothing_behind(
         return time.monotonic() + ahead
 
     for engine, sides in (
-        (pair.prefill, pair.prefill.peers._sides.values()),
-        (pair.decode, pair.decode.peers.sides),
+        (pair.prefill, pair.prefill.peers._senders.values()),
+        (pair.decode, pair.decode.peers.receivers),
     ):
         monkeypatch.setattr(engine.scheduler, "_clock", clock)
         for side in sides:
-            monkeypatch.setattr(side.link, "clock", clock)
+            monkeypatch.setattr(side.connection, "clock", clock)
     request = msgspec.structs.replace(ask("a", 70, 3, max_tokens=60), timeout=10.0)
     pair._submit(request, [])
     for _ in range(moment):
@@ -174,29 +174,20 @@ def test_a_time_limit_ends_a_request_wherever_it_is_and_leaves_nothing_behind(
     settle(pair)
 
 
-class Flipping:
-    """A transport whose first `count` records arrive with one bit changed."""
-
-    def __init__(self, inner, count):
-        self._inner = inner
-        self.left = count
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def open(self, slots, record_bytes):
-        self._records = self._inner.open(slots, record_bytes)
-        return self._records
-
-    def put(self, slot, message):
-        if self.left:
-            self.left -= 1
-            self._records[slot, 100] ^= 4
-        self._inner.put(slot, message)
-
-
 def flipped(model, count):
-    return LocalPair(model, *PLAN, wrap=lambda one, other: (Flipping(one, count), other))
+    """A pair whose first `count` records arrive with one bit changed."""
+    pair = LocalPair(model, *PLAN)
+    connection, left = pair.prefill.peers._senders[NAME].connection, [count]
+    send_page = connection.send_page
+
+    def flip(page):
+        if left[0]:
+            left[0] -= 1
+            connection.records[page.slot, 100] ^= 4
+        send_page(page)
+
+    connection.send_page = flip
+    return pair
 
 
 def test_a_page_that_changes_on_the_way_is_noticed_and_sent_again(model, oracle):
@@ -235,7 +226,7 @@ def test_a_lost_connection_fails_what_is_on_its_way_and_a_new_one_serves_again(m
     pair._submit(request, [])
     for _ in range(3):
         pair.turn()
-    pair.prefill.peers._sides[NAME].link.close("cut")
+    pair.prefill.peers._senders[NAME].connection.close("cut")
     for _ in range(5):
         pair.turn()
     (news,) = pair._news["a"]

@@ -13,9 +13,9 @@ import random
 import pytest
 import structlog
 
-from bifolio.disagg.pool_sink import PoolSink
 from bifolio.disagg.protocol import Cause
-from support.faulty_transport import Fault, Weather
+from bifolio.disagg.receiver import PromptReservations
+from support.faulty_wire import Fault, Weather
 from support.handoff_world import Load, World
 
 FORMATS = (("bf16", "bf16"), ("bf16", "fp8"), ("bf16", "fp8:token"), ("fp8", "bf16"))
@@ -101,12 +101,12 @@ def run(weather: str, seed: int) -> World:
 def clear_sky(first: int, count: int) -> None:
     for seed in range(first, first + count):
         dice = random.Random(f"clear {seed}")
-        load = Load(slots=dice.randrange(1, 5), pages=(80, 80), sizes=some_load(seed).sizes)
-        ordered = dice.random() < 0.5
-        world = World(seed, Weather(delay=0.05, ordered=ordered), load)
+        sizes = some_load(seed).sizes
+        load = Load(slots=dice.randrange(1, 5), max_queue=4, pages=(80, 80), sizes=sizes)
+        world = World(seed, Weather(delay=0.05), load)
         world.run()
         assert not world.failures(), world.describe()
-        assert not world.decode.counts.ended
+        assert not world.decode.stats.failed
         assert len(world.admitted) == load.requests
 
 
@@ -125,7 +125,7 @@ def test_bad_records_are_found_and_sent_again() -> None:
     for seed in range(40):
         world = World(seed, Weather(chances, delay=0.02), Load(pages=(80, 80)))
         world.run()
-        found += world.decode.counts.ended.get(Cause.CORRUPT, 0)
+        found += world.decode.stats.failed.get(Cause.CORRUPT, 0)
         retried += len(world.admitted)
         faults += sum(world.wire.happened.values())
     assert found > 10
@@ -136,11 +136,11 @@ def test_bad_records_are_found_and_sent_again() -> None:
 def test_the_runs_would_notice_a_receiver_that_trusts_what_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fill(self, reservation, index, records, slot, fill, digest):
-        self._pool.body(reservation.table.page_ids[index])[:] = records[slot, 64:]
+    def fill(self, reservation, records, page):
+        self._pool.body(reservation.table.page_ids[page.index])[:] = records[page.slot, 64:]
         return True
 
-    monkeypatch.setattr(PoolSink, "fill", fill)
+    monkeypatch.setattr(PromptReservations, "fill", fill)
     with pytest.raises(AssertionError, match="other bytes than were sent"):
         for seed in range(90):
             run("bad_records", seed)
@@ -149,7 +149,7 @@ def test_the_runs_would_notice_a_receiver_that_trusts_what_arrives(
 def test_the_runs_would_notice_a_receiver_that_forgets_a_reservation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PoolSink, "release", lambda self, reservation: None)
+    monkeypatch.setattr(PromptReservations, "release", lambda self, reservation: None)
     with pytest.raises(AssertionError):
         for seed in range(90):
             run("sudden_death", seed)

@@ -1,4 +1,4 @@
-"""A request and its pages go from one pool to another, over a loopback."""
+"""A request and its pages go from one pool to another, over shared memory."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_pages_of_a_chunk_are_sent_while_later_ones_are_computed() -> None:
     for end, arrived in [(32, 2), (64, 4), (90, 5)]:
         pair.compute(request, end)
         pair.poll(6)
-        assert pair.decode.counts.pages == arrived
+        assert pair.decode.stats.pages == arrived
     assert "a" not in pair.target.admitted
     pair.compute(request, 100)
     pair.finish(request)
     pair.poll(4)
-    assert pair.decode.counts.pages == 7
+    assert pair.decode.stats.pages == 7
     assert "a" in pair.target.admitted
 
 

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from bifolio.checkpoint.source import ORIGIN, ModelSource
-from bifolio.disagg.handshake import agree, handed_writer, page_shape, page_spec
-from bifolio.disagg.identity import model_print
+from bifolio.disagg.handshake import agree, handed_writer, model_print, page_shape, page_spec
 from bifolio.disagg.protocol import Offer, Role, WorkerHello
 from bifolio.errors import PairError
 from bifolio.formats import CacheFormat
@@ -21,7 +20,6 @@ from bifolio.spec.page import LatentShape
 from support.handoff_pair import Pair, make_pair
 from support.handoff_pools import MODEL, DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
-NONCE = bytes(16)
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -38,8 +36,8 @@ LATENT = PageSpec(3, 1, 96, CacheFormat.parse("bf16"), 16, latent=LatentShape(64
 
 def hellos(**changes: Any) -> tuple[WorkerHello, WorkerHello]:
     """Of a pair that fits, but for `changes` of the decode side."""
-    source = PrefillPool(tiny_spec(), 2, kernels()).hello(nonce=NONCE)
-    target = DecodePool(tiny_spec(), 2, kernels()).hello(nonce=NONCE)
+    source = PrefillPool(tiny_spec(), 2, kernels()).hello()
+    target = DecodePool(tiny_spec(), 2, kernels()).hello()
     return source, msgspec.structs.replace(target, **changes)
 
 
@@ -51,7 +49,7 @@ def spec(**changes: Any) -> PageSpec:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 2}, "protocol version differs: 1 is not 2"),
+        ({"version": 1}, "protocol version differs: 2 is not 1"),
         ({"role": Role.PREFILL}, "both workers are prefill"),
         ({"region": "us"}, "region differs: 'eu' is not 'us'"),
         ({"model": msgspec.structs.replace(MODEL, weights="x")}, "model weights differs"),
@@ -65,13 +63,18 @@ def spec(**changes: Any) -> PageSpec:
         ({"slots": 0}, "0 staging slots"),
         ({"slots": 10**9}, "1000000000 staging slots"),
         ({"scales": b"1234"}, "a bf16 cache has no static scales"),
-        ({"nonce": b"short"}, "malformed"),
     ],
 )
 def test_each_thing_that_differs_is_named(changes: dict[str, Any], reason: str) -> None:
     one, other = hellos(**changes)
     with pytest.raises(PairError, match=reason):
         agree(one, other)
+
+
+def test_a_prefill_worker_without_a_writer_is_malformed() -> None:
+    one, other = hellos()
+    with pytest.raises(PairError, match="malformed"):
+        agree(msgspec.structs.replace(one, writer=0), other)
 
 
 def test_formats_and_page_sizes_may_differ_and_the_codec_is_named_alike_on_both_sides() -> None:
@@ -138,7 +141,7 @@ def test_a_compressed_checkpoint_is_a_pair_with_what_it_was_made_from(tmp_path: 
     assert prints["original"].weights != prints["stranger"].weights
 
 
-# ── over a link ──────────────────────────────────────────────────────────────────────────────────
+# ── over a connection ───────────────────────────────────────────────────────────────────────────
 
 
 def opened(pair: Pair) -> Pair:
@@ -151,8 +154,8 @@ def test_a_pair_that_does_not_fit_is_not_ready_on_either_side_and_says_why() -> 
     opened(pair)
     for side in (pair.prefill, pair.decode):
         assert not side.ready
-        assert side.link.refused
-        assert "region differs" in side.link.reason
+        assert side.connection.refused
+        assert "region differs" in side.connection.reason
     request = make_request("a", [1] * 20)
     pair.offer(request)
     pair.poll()
@@ -161,28 +164,27 @@ def test_a_pair_that_does_not_fit_is_not_ready_on_either_side_and_says_why() -> 
 
 def test_a_decode_worker_refuses_pages_of_a_second_writer() -> None:
     pair = make_pair()
-    pair.target.writer = 123
+    pair.target.reservations.bind(123)
     opened(pair)
-    assert pair.prefill.link.refused
-    assert "another writer" in pair.prefill.link.reason
+    assert pair.prefill.connection.refused
+    assert "another prefill worker" in pair.prefill.connection.reason
     assert not pair.decode.ready
 
 
 def test_another_secret_is_refused_without_a_word_about_it() -> None:
     pair = opened(make_pair(secrets=(b"one", b"two")))
-    assert pair.prefill.link.closed
-    assert pair.decode.link.closed
-    assert "secret" in pair.decode.link.reason
+    assert pair.prefill.connection.closed
+    assert pair.decode.connection.closed
+    assert "secret" in pair.decode.connection.reason
 
 
 def test_a_peer_that_never_gets_ready_is_given_up() -> None:
     pair = make_pair()
-    pair.poll()
-    pair.prefill.link._transport.receive()  # the answer is lost
+    pair.prefill.poll()  # and never again in time
     pair.now += 100
     pair.poll(2)
-    assert pair.prefill.link.closed
-    assert pair.decode.link.closed
+    assert pair.prefill.connection.closed
+    assert pair.decode.connection.closed
 
 
 def test_offers_are_read_without_fields_of_later_builds_and_with_them() -> None:

@@ -8,53 +8,76 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from bifolio.disagg.pool_sink import PoolSink
 from bifolio.disagg.protocol import Cause
-from bifolio.disagg.timing import RetryBudget
-from bifolio.disagg.transport import Loopback, Records
+from bifolio.disagg.receiver import PromptReservations
+from bifolio.disagg.sender import RetryBudget
+from support.faulty_wire import Wire, slot_of
 from support.handoff_pair import Pair
 from support.handoff_pools import DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
 
-class SlowWrites(Loopback):
-    """A prefill end whose writes land, and are told of, when the test says so."""
+class SlowWrites(Wire):
+    """A wire on which records land, and their messages arrive, when the test says so."""
 
-    def __init__(self, decode: Loopback) -> None:
-        super().__init__()
-        self._peer, decode._peer = decode, self
-        self._outbox: Records | None = None
+    def __init__(self, record_bytes: int) -> None:
+        super().__init__(record_bytes)
         self.writes: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        """(land, tell) of each, in the order of their puts."""
+        """(land, tell) of each, in the order of their messages."""
+        self._held: list[bytes] = []
 
-    def open(self, slots: int, record_bytes: int) -> Records:
-        self._outbox = np.zeros((slots, record_bytes), np.uint8)
-        return self._outbox
+    def take(self, side: int, frame: bytes) -> None:
+        slot = slot_of(frame) if side == 0 else -1
+        if slot >= 0:
+            assert self.outbox is not None
+            record = self.outbox[slot].copy()
 
-    def put(self, slot: int, message: bytes) -> None:
-        assert self._outbox is not None and self._peer is not None
-        record, target = self._outbox[slot].copy(), self._peer._staged
-        assert target is not None
+            def land() -> None:
+                assert self.staged is not None
+                self.staged[slot] = record
 
-        def land() -> None:
-            target[slot] = record
+            self.writes.append((land, lambda: self._tell(frame)))
+        if side == 0 and (self._held or slot >= 0):
+            self._held.append(frame)  # nothing overtakes it
+        else:
+            self.forward(side, frame)
 
-        self.writes.append((land, lambda: self.send(message)))
+    def _tell(self, frame: bytes) -> None:
+        assert self._held[0] is frame
+        self.forward(0, self._held.pop(0))
+        while self._held and slot_of(self._held[0]) < 0:
+            self.forward(0, self._held.pop(0))
 
 
-def play(fence: bool) -> tuple[Pair, SlowWrites]:
+class SlowPair(Pair):
+    """Over such a wire."""
+
+    def __init__(self) -> None:
+        self.wire = SlowWrites(tiny_spec().page_bytes)
+        super().__init__(
+            PrefillPool(tiny_spec(), 16, kernels()),
+            DecodePool(tiny_spec(), 16, kernels()),
+            slots=1,
+            ends=(self.wire.prefill, self.wire.decode),
+            retries=RetryBudget(attempts=1),
+        )
+
+    def poll(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.wire.carry()
+            super().poll()
+            self.wire.carry()
+
+    def close(self) -> None:
+        super().close()
+        self.wire.close()
+
+
+def play(fence: bool) -> tuple[SlowPair, SlowWrites]:
     """A writes into the only slot and is aborted; B follows; A's write lands after B's."""
-    decode_end = Loopback()
-    prefill_end = SlowWrites(decode_end)
-    pair = Pair(
-        PrefillPool(tiny_spec(), 16, kernels()),
-        DecodePool(tiny_spec(), 16, kernels()),
-        slots=1,
-        ends=(prefill_end, decode_end),
-        retries=RetryBudget(attempts=1),
-    )
+    pair = SlowPair()
+    prefill_end = pair.wire
     pair.get_ready()
     a, b = make_request("a", [1] * 16), make_request("b", [2] * 16)
     pair.poll(2)
@@ -97,7 +120,7 @@ def test_a_late_write_of_an_aborted_request_harms_nobody() -> None:
     pair.poll(3)
     pair.delivered("b")
     assert arrived_whole(pair)
-    assert pair.decode.counts.ended == {Cause.CANCELLED: 1}
+    assert pair.decode.stats.failed == {Cause.CANCELLED: 1}
 
 
 def test_without_the_fence_the_digest_catches_it() -> None:
@@ -109,10 +132,10 @@ def test_without_the_fence_the_digest_catches_it() -> None:
 def test_without_fence_and_digest_another_request_has_its_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fill(self, reservation, index, records, slot, fill, digest):
-        self._pool.body(reservation.table.page_ids[index])[:] = records[slot, 64:]
+    def fill(self, reservation, records, page):
+        self._pool.body(reservation.table.page_ids[page.index])[:] = records[page.slot, 64:]
         return True
 
-    monkeypatch.setattr(PoolSink, "fill", fill)
+    monkeypatch.setattr(PromptReservations, "fill", fill)
     pair, _ = play(fence=False)
     assert not arrived_whole(pair), "the scene is not the one that the fence is for"

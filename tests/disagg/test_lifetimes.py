@@ -5,15 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bifolio.disagg.protocol import Cause, Grant, PageMessage
+from bifolio.disagg.peer_connection import Timing
+from bifolio.disagg.protocol import Cause, Grant, Offer, PageMessage
 from bifolio.disagg.receiver import HandoffReceiver
-from bifolio.disagg.timing import RetryBudget, Timing
-from bifolio.errors import OverloadedError, RequestError
+from bifolio.disagg.sender import RetryBudget
+from bifolio.request import Route, SamplingParams
 from bifolio.spec.page import HEADER_TAG
 from support.handoff_pair import Pair, make_pair
 from support.handoff_pools import make_request
 
-TIMING = Timing(connect=5.0, beat=0.5, silence=5.0, gap=1.0, stall=3.0)
+TIMING = Timing(connect=5.0, beat=0.5, silence=5.0, stall=3.0)
 PROMPT = list(range(1, 101))
 
 
@@ -25,7 +26,7 @@ def begun(**options: object) -> Pair:
     pair.offer(request)
     pair.compute(request, 32)
     pair.poll(4)
-    assert pair.decode.counts.pages == 2
+    assert pair.decode.stats.pages == 2
     return pair
 
 
@@ -110,7 +111,7 @@ def test_a_full_queue_declines_and_the_sender_asks_again_within_its_budget() -> 
         pair.pass_time(0.4)
     assert pair.failed("c").cause is Cause.OVERLOADED
     assert pair.failed("c").recomputable
-    assert pair.decode.counts.ended == {Cause.OVERLOADED: 3}
+    assert pair.decode.stats.failed == {Cause.OVERLOADED: 3}
 
 
 def test_a_peer_that_forgets_a_transfer_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +131,15 @@ def test_a_sender_that_forgets_a_transfer_is_a_stall() -> None:
     pair.prefill._by_transfer.clear()  # and so no beat names it
     for _ in range(12):
         pair.pass_time(0.4)
-    assert pair.decode.counts.ended == {Cause.STALLED: 1}
+    assert pair.decode.stats.failed == {Cause.STALLED: 1}
     assert pair.target.cache.pool.live == 0
 
 
 def test_reservations_give_way_and_the_request_comes_again() -> None:
     pair = begun()
-    assert pair.target.sink.release_latest(None)
+    assert pair.target.reservations.release_latest(None)
     assert pair.target.cache.pool.live == 0
-    assert not pair.target.sink.release_latest(None)
+    assert not pair.target.reservations.release_latest(None)
     request = make_request("a", PROMPT)
     pair.compute(request, 100)
     pair.finish(request)
@@ -146,18 +147,15 @@ def test_reservations_give_way_and_the_request_comes_again() -> None:
         pair.pass_time(0.4)
     pair.poll(6)
     pair.delivered("a")
-    assert pair.decode.counts.ended == {Cause.OVERLOADED: 1}
+    assert pair.decode.stats.failed == {Cause.OVERLOADED: 1}
 
 
 def test_a_request_that_can_never_run_is_refused_with_the_parameter() -> None:
     pair = make_pair(timing=TIMING)
     pair.get_ready()
-
-    def refuse(request):
-        raise RequestError("temperature: too hot", param="temperature")
-
-    pair.target.sink._check = refuse
-    pair.offer(make_request("a", PROMPT))
+    hot = SamplingParams(max_tokens=8, temperature=1e6)
+    pair.offer(msgspec.structs.replace(make_request("a", PROMPT), sampling=hot))
+    pair.offer(make_request("c", [*PROMPT, 10**6]))
     pair.offer(make_request("b", PROMPT, max_tokens=4096))
     pair.poll(4)
     failed = pair.failed("a")
@@ -167,22 +165,17 @@ def test_a_request_that_can_never_run_is_refused_with_the_parameter() -> None:
         False,
     )
     assert "1 to 4096 tokens" in pair.failed("b").message
+    assert "token id 1000000" in pair.failed("c").message
     assert nothing_is_held(pair)
 
 
-@pytest.mark.parametrize("overloaded", [False, True])
-def test_an_engine_that_does_not_take_what_is_proven_frees_it(overloaded: bool) -> None:
+def test_an_engine_that_does_not_take_what_is_proven_frees_it() -> None:
     pair = begun(retries=RetryBudget(1))
-
-    def refuse(request, table, result):
-        raise OverloadedError("not now", 1.0) if overloaded else RequestError("no")
-
-    pair.target.sink._admit = refuse
     pair.compute(make_request("a", PROMPT), 100)
-    pair.finish(make_request("a", PROMPT))
+    pair.finish(make_request("a", PROMPT), token=5000)  # none that could come out
     pair.poll(6)
     assert not pair.target.admitted
-    assert pair.failed("a").cause is (Cause.OVERLOADED if overloaded else Cause.REJECTED)
+    assert pair.failed("a").cause is Cause.REJECTED
     assert nothing_is_held(pair)
 
 
@@ -213,7 +206,7 @@ def test_what_was_admitted_is_withdrawn_if_the_sender_never_learns_of_it() -> No
     for _ in range(4):  # the decode side admits, and the prefill side does not listen
         pair.prefill._pump()
         pair.decode.poll()
-        for message in pair.prefill.link.poll():
+        for message in pair.prefill.connection.poll():
             if isinstance(message, Grant):
                 pair.prefill._take(message)
     assert "a" in pair.target.admitted
@@ -229,7 +222,7 @@ def test_a_settled_request_outlives_the_connection() -> None:
     pair.compute(make_request("a", PROMPT), 100)
     pair.finish(make_request("a", PROMPT))
     pair.poll(6)
-    pair.prefill.link.close("the worker ends")
+    pair.prefill.connection.close("the worker ends")
     pair.poll(2)
     assert "a" in pair.target.admitted
     assert not pair.target.withdrawn
@@ -245,24 +238,22 @@ def page(**changes: int) -> PageMessage:
 )
 def test_a_page_against_the_rules_ends_the_connection(wrong: dict[str, int]) -> None:
     pair = begun()
-    pair.prefill.link.send(page(**wrong))
+    pair.prefill.connection.send(page(**wrong))
     pair.poll(2)
-    assert pair.decode.link.closed
-    assert "slot" in pair.decode.link.reason or "nobody waits for" in pair.decode.link.reason
+    assert pair.decode.connection.closed
+    assert (
+        "slot" in pair.decode.connection.reason
+        or "nobody waits for" in pair.decode.connection.reason
+    )
     assert nothing_is_held(pair)
 
 
 def test_a_request_that_is_to_go_on_elsewhere_is_no_offer() -> None:
-    import msgspec
-
-    from bifolio.disagg.protocol import Offer
-    from bifolio.request import Route
-
     pair = begun()
     request = msgspec.structs.replace(make_request("z", PROMPT), route=Route(decode="x"))
-    pair.prefill.link.send(Offer(transfer=9, request=request, deadline=1.0))
+    pair.prefill.connection.send(Offer(transfer=9, request=request, deadline=1.0))
     pair.poll(2)
-    assert pair.decode.link.closed
+    assert pair.decode.connection.closed
 
 
 def test_delays_grow_are_spread_and_end_with_the_budget() -> None:

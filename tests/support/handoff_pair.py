@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from bifolio.disagg.link import Link
-from bifolio.disagg.pool_sink import PoolReservation
+from bifolio.disagg.peer_connection import PeerConnection, Timing, close_all
 from bifolio.disagg.receiver import HandoffReceiver
-from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender
-from bifolio.disagg.timing import RetryBudget, Timing
-from bifolio.disagg.transport import Transport, loopback
+from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender, RetryBudget
 from bifolio.request import PrefillResult, Request
 from support.handoff_pools import DecodePool, PrefillPool, kernels, tiny_spec
 
 
 class Pair:
-    """A prefill and a decode pool joined by a link.
+    """A prefill and a decode pool joined by a connection.
 
-    Without `ends` they talk over a loopback, and time stands still but for `pass_time`.
+    Without `ends` they share memory, and time stands still but for `pass_time`.
     """
+
+    opened: ClassVar[list[Pair]] = []
+    """All pairs, for whoever closes them."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class Pair:
         target: DecodePool,
         *,
         slots: int = 4,
-        ends: tuple[Transport, Transport] | None = None,
+        ends: tuple[socket.socket, socket.socket] | None = None,
         timing: Timing = Timing(),  # noqa: B008
         retries: RetryBudget | None = None,
         secrets: tuple[bytes, bytes] = (b"", b""),
@@ -39,28 +40,22 @@ class Pair:
         self.now = 0.0
         self.source, self.target = source, target
         self.real_time = ends is not None
-        clock = time.monotonic if self.real_time else lambda: self.now
-        one, other = ends or loopback()
-        record = target.spec.page_bytes
-        self.decode = HandoffReceiver[PoolReservation](
-            Link(
-                other,
-                target.hello(slots, **(hello_changes or {})),
-                record,
-                secret=secrets[1],
-                timing=timing,
-                clock=clock,
-            ),
-            target.sink,
-            max_queue=max_queue,
-        )
+        one, other = ends or socket.socketpair()
+        hellos = (source.hello(), target.hello(slots, **(hello_changes or {})))
+        connections = [
+            PeerConnection(sock, hello, secret=secret, timing=timing, clock=self.clock)
+            for sock, hello, secret in zip((one, other), hellos, secrets, strict=True)
+        ]
         self.prefill = HandoffSender(
-            Link(one, source.hello(), record, secret=secrets[0], timing=timing, clock=clock),
-            source.source,
-            retries or RetryBudget(seed=1),
+            connections[0], source.pool, source.ops, retries=retries or RetryBudget(seed=1)
         )
+        self.decode = HandoffReceiver(connections[1], target.reservations, max_queue=max_queue)
+        self.opened.append(self)
         self.events: list[Event] = []
         self.computed: dict[str, int] = {}
+
+    def clock(self) -> float:
+        return time.monotonic() if self.real_time else self.now
 
     def poll(self, times: int = 1) -> None:
         for _ in range(times):
@@ -127,6 +122,9 @@ class Pair:
         event = self.ended(request_id)
         assert isinstance(event, Failed), event
         return event
+
+    def close(self) -> None:
+        close_all([self.prefill.connection, self.decode.connection])
 
     def bodies(self, request: Request) -> list[bytes]:
         """What the decode side holds of a prompt, page by page."""

@@ -12,31 +12,28 @@ import numpy as np
 
 from bifolio.cache.manager import CacheManager, PageTable
 from bifolio.cache.page_pool import PagePool
+from bifolio.checkpoint.token_ids import TokenIds
+from bifolio.disagg.codec import HandOffKernels, ReferenceHandOff
 from bifolio.disagg.handshake import page_shape
-from bifolio.disagg.pool_sink import PoolSink
-from bifolio.disagg.pool_source import HandOffKernels, PoolSource
-from bifolio.disagg.protocol import ModelFingerprint, Role, WorkerHello
+from bifolio.disagg.protocol import PROTOCOL_VERSION, ModelFingerprint, Role, WorkerHello
+from bifolio.disagg.receiver import PromptReservation, PromptReservations
 from bifolio.disagg.token_planes import token_planes
-from bifolio.errors import PairError
 from bifolio.formats import CacheFormat
 from bifolio.kernels import native
-from bifolio.kernels.reference_convert import ReferenceConvert
-from bifolio.kernels.reference_pages import ReferencePages
 from bifolio.pages.kv_pool import KVPool
 from bifolio.request import PrefillResult, Request, SamplingParams
+from bifolio.scheduler.limits import SchedulerLimits
+from bifolio.scheduler.scheduler import Scheduler
 from bifolio.spec import PageSpec
 from bifolio.spec.page import HEADER_FILL, HEADER_SEAL
 
 MODEL = ModelFingerprint("config", "tokenizer", "weights")
 PREFILL_WRITER, DECODE_WRITER = 0xA, 0xB
-
-
-class ReferenceKernels(ReferencePages, ReferenceConvert):
-    pass
+VOCAB = 1024
 
 
 def kernels() -> HandOffKernels:
-    return native.NativeOps(1) if native.available() else ReferenceKernels()
+    return native.NativeOps(1) if native.available() else ReferenceHandOff()
 
 
 def tiny_spec(cache: str = "bf16", page_size: int = 16) -> PageSpec:
@@ -80,7 +77,6 @@ class PrefillPool:
         self.cache = CacheManager(
             PagePool(self.pages), self.spec.page_size, PREFILL_WRITER, DECODE_WRITER
         )
-        self.source = PoolSource(self.pool, self.ops)
 
     def hello(self, **changes: Any) -> WorkerHello:
         return _hello(Role.PREFILL, self.spec, writer=PREFILL_WRITER, **changes)
@@ -117,9 +113,29 @@ class PrefillPool:
         self.cache.check_invariants(self.tables.values())
 
 
+class RecordedReservations(PromptReservations):
+    """Says to its pool what is admitted and what is withdrawn."""
+
+    owner: DecodePool
+
+    def admit(
+        self, reservation: PromptReservation, request: Request, result: PrefillResult
+    ) -> None:
+        self.owner.on_admit(request, reservation.table, result)
+        super().admit(reservation, request, result)
+        self.owner.admitted[request.id] = (request, reservation.table, result)
+
+    def withdraw(self, request_id: str) -> bool:
+        running = super().withdraw(request_id)
+        if running:
+            del self.owner.admitted[request_id]
+            self.owner.withdrawn.add(request_id)
+        return running
+
+
 @dataclass
 class DecodePool:
-    """Takes requests in and keeps them until they are released."""
+    """Takes requests in and keeps them running until they are released."""
 
     spec: PageSpec
     pages: int
@@ -131,51 +147,34 @@ class DecodePool:
         self.withdrawn: set[str] = set()
         self.pool = KVPool(self.spec, self.pages)
         self.cache = CacheManager(PagePool(self.pages), self.spec.page_size, 1, DECODE_WRITER)
-        self.writer: int | None = None
-        self.sink = PoolSink(
-            self.cache,
+        limits = SchedulerLimits(max_model_len=4096)
+        self.scheduler = Scheduler(self.cache, limits, clock=lambda: 0.0)
+        self.reservations = RecordedReservations(
+            self.scheduler,
             self.pool,
             self.ops,
-            bind=self._bind,
-            check=lambda request: None,
-            room=lambda request, pages, overtakes: pages <= self.cache.available,
-            admit=self._admit,
-            withdraw=self._withdraw,
+            tokens=TokenIds(VOCAB),
+            vocab=VOCAB,
+            decode_writer=DECODE_WRITER,
         )
+        self.reservations.owner = self
+        self.scheduler.reserved = self.reservations
 
     def hello(self, slots: int = 4, **changes: Any) -> WorkerHello:
         return _hello(Role.DECODE, self.spec, slots=slots, **changes)
 
-    def _bind(self, writer: int) -> None:
-        if self.writer is None:
-            self.cache.change_writers(writer, DECODE_WRITER)
-        elif self.writer != writer:
-            raise PairError("pages of another writer are kept here")
-        self.writer = writer
-
-    def _admit(self, request: Request, table: PageTable, result: PrefillResult) -> None:
-        self.on_admit(request, table, result)
-        self.cache.advance(table, len(request.prompt_ids))
-        self.admitted[request.id] = (request, table, result)
-
-    def _withdraw(self, request_id: str) -> None:
-        if request_id in self.admitted:
-            self.withdrawn.add(request_id)
-            self.release(request_id)
-
     def release(self, request_id: str) -> None:
-        self.cache.release(self.admitted.pop(request_id)[1])
+        del self.admitted[request_id]
+        self.scheduler.abort(request_id)
 
     def check(self) -> None:
-        running = [table for _, table, _ in self.admitted.values()]
-        self.cache.check_invariants([*running, *self.sink.tables()])
+        self.scheduler.check_invariants()
 
 
 def _hello(role: Role, spec: PageSpec, **changes: Any) -> WorkerHello:
     fields: dict[str, Any] = {
-        "version": 1,
+        "version": PROTOCOL_VERSION,
         "role": role,
-        "nonce": b"",
         "boot_epoch": 1,
         "region": "eu",
         "model": MODEL,

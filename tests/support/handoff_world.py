@@ -10,17 +10,15 @@ import msgspec
 
 from bifolio.cache.manager import PageTable
 from bifolio.disagg.codec import PageCodec
-from bifolio.disagg.link import Link
-from bifolio.disagg.pool_sink import PoolReservation
+from bifolio.disagg.peer_connection import PeerConnection, Timing
 from bifolio.disagg.receiver import HandoffReceiver
-from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender
-from bifolio.disagg.timing import RetryBudget, Timing
+from bifolio.disagg.sender import Delivered, Event, Failed, HandoffSender, RetryBudget
 from bifolio.request import PrefillResult, Request
-from support.faulty_transport import FaultyWire, Weather
+from support.faulty_wire import FaultyWire, Weather
 from support.handoff_pools import DecodePool, PrefillPool, kernels, make_request, tiny_spec
 
 TICK = 0.01
-TIMING = Timing(connect=2.0, beat=0.1, silence=1.0, gap=0.3, stall=1.0)
+TIMING = Timing(connect=2.0, beat=0.1, silence=1.0, stall=1.0)
 LONGEST = 60.0
 """Virtual seconds after which everything must have ended."""
 
@@ -31,6 +29,7 @@ class Load:
 
     requests: int = 4
     slots: int = 2
+    max_queue: int = 3
     pages: tuple[int, int] = (40, 24)
     formats: tuple[str, str] = ("bf16", "bf16")
     sizes: tuple[int, int] = (16, 16)
@@ -68,18 +67,22 @@ class World:
         self.target = DecodePool(
             tiny_spec(formats[1], sizes[1]), pages[1], ops, on_admit=self._proof
         )
-        self.wire = FaultyWire(self.weather, self.seed, lambda: self.now)
-        record = self.target.spec.page_bytes
-        links = [
-            Link(end, hello, record, timing=TIMING, clock=lambda: self.now)
-            for end, hello in zip(
-                self.wire.ends,
-                (self.source.hello(), self.target.hello(self.load.slots)),
-                strict=True,
+        self.wire = FaultyWire(
+            self.weather, self.seed, lambda: self.now, self.target.spec.page_bytes
+        )
+        connections = [
+            PeerConnection(sock, hello, timing=TIMING, clock=lambda: self.now)
+            for sock, hello in (
+                (self.wire.prefill, self.source.hello()),
+                (self.wire.decode, self.target.hello(self.load.slots)),
             )
         ]
-        self.prefill = HandoffSender(links[0], self.source.source, RetryBudget(seed=self.seed))
-        self.decode = HandoffReceiver[PoolReservation](links[1], self.target.sink, max_queue=3)
+        self.prefill = HandoffSender(
+            connections[0], self.source.pool, ops, retries=RetryBudget(seed=self.seed)
+        )
+        self.decode = HandoffReceiver(
+            connections[1], self.target.reservations, max_queue=self.load.max_queue
+        )
         self.events: dict[str, Event] = {}
         self.admitted: dict[str, float] = {}
         self.jobs = [self._job(i) for i in range(self.load.requests)]
@@ -99,19 +102,29 @@ class World:
         return job
 
     def run(self) -> None:
-        while not self._quiet():
-            assert self.now < LONGEST, f"something never ends: {self.describe()}"
-            self.now += TICK
-            for job in self.jobs:
-                self._work(job)
-            for event in self.prefill.poll():
-                self._note(event)
-            self.decode.poll()
-            self._let_run_on()
-            if self.random.random() < 0.25:
-                self._check()
-        self._check()
-        self._account()
+        try:
+            while not self._quiet():
+                assert self.now < LONGEST, f"something never ends: {self.describe()}"
+                self._tick()
+            self._check()
+            self._account()
+        finally:
+            for side in (self.prefill, self.decode):
+                side.connection.close("done")
+            self.wire.close()
+
+    def _tick(self) -> None:
+        self.now += TICK
+        for job in self.jobs:
+            self._work(job)
+        self.wire.carry()
+        for event in self.prefill.poll():
+            self._note(event)
+        self.wire.carry()
+        self.decode.poll()
+        self._let_run_on()
+        if self.random.random() < 0.25:
+            self._check()
 
     def _check(self) -> None:
         self.source.check()
@@ -124,7 +137,7 @@ class World:
         name, length = job.request.id, len(job.request.prompt_ids)
         if not job.offered:
             room = self.source.cache.available >= self.source.cache.pages_for(length)
-            gone = self.prefill.link.closed
+            gone = self.prefill.connection.closed
             if self.now >= job.starts and room and (self.prefill.ready or gone):
                 job.offered = True
                 self.prefill.offer(job.request, self.source.open(job.request), self.load.deadline)
@@ -183,7 +196,7 @@ class World:
 
     def _quiet(self) -> bool:
         started = all(job.offered for job in self.jobs)
-        links_over = self.prefill.link.closed or not self.source.tables
+        links_over = self.prefill.connection.closed or not self.source.tables
         return started and links_over and not self.target.admitted and self._decode_quiet()
 
     def _decode_quiet(self) -> bool:
@@ -192,7 +205,7 @@ class World:
     def _account(self) -> None:
         """Nothing is held on either side, and every request has ended in one way."""
         assert not self.source.tables
-        assert not self.target.sink.tables()
+        assert not self.target.reservations.tables()
         for pool in (self.source.cache.pool, self.target.cache.pool):
             assert pool.live == 0, "pages are held by nobody's request"
             assert pool.free + pool.cached == pool.num_pages
@@ -205,8 +218,9 @@ class World:
 
     def describe(self) -> str:
         return (
-            f"seed {self.seed}, {self.weather}, {self.load}, events {self.events}, links "
-            f"{self.prefill.link.reason!r} {self.decode.link.reason!r}"
+            f"seed {self.seed}, {self.weather}, {self.load}, events {self.events}, connections "
+            f"{self.prefill.connection.reason!r} "
+            f"{self.decode.connection.reason!r}"
         )
 
 
@@ -217,8 +231,7 @@ def expected(world: World, request: Request) -> list[bytes]:
     """The pages of a prompt as the decode side must hold them, made apart from any hand-off."""
     key = (world.load.formats, world.load.sizes, tuple(request.prompt_ids))
     if key not in _PRISTINE:
-        agreement = world.decode.link.agreement
-        assert agreement is not None
+        agreement = world.decode.connection.agreement
         pool = PrefillPool(world.source.spec, 16, world.ops)
         table = pool.open(request)
         length = len(request.prompt_ids)

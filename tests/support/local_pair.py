@@ -1,4 +1,4 @@
-"""A prefill and a decode engine in one process, joined by a loopback, as one `EngineClient`.
+"""A prefill and a decode engine in one process, joined by a socket, as one `EngineClient`.
 
 Everything of two pools but processes, sockets and the router: for tests that need many answers.
 """
@@ -6,14 +6,15 @@ Everything of two pools but processes, sockets and the router: for tests that ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import socket
+import weakref
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
 from bifolio.config import EngineConfig
 from bifolio.disagg.decode_engine import DecodeEngine
 from bifolio.disagg.prefill_engine import PrefillEngine
-from bifolio.disagg.transport import Transport, loopback
 from bifolio.engine.messages import EngineInfo, Outputs, PeerNews
 from bifolio.errors import EngineDeadError
 from bifolio.formats import PrecisionPlan
@@ -26,8 +27,6 @@ SECRET = b"a secret of tests"
 
 CHECKED_TURNS = 16
 """Every so many turns all invariants are checked."""
-
-Wrap = Callable[[Transport, Transport], tuple[Transport, Transport]]
 
 
 class LocalPair:
@@ -45,7 +44,6 @@ class LocalPair:
         *,
         prefill_limits: dict[str, int] | None = None,
         decode_limits: dict[str, int] | None = None,
-        wrap: Wrap = lambda one, other: (one, other),
         **limits: int,
     ) -> None:
         plan = PrecisionPlan.parse(prefill=prefill, decode=decode)
@@ -60,13 +58,13 @@ class LocalPair:
         self.peer_news: list[PeerNews] = []
         self.retries = 0
         self._turns = 0
-        self._wrap = wrap
         self._news: dict[str, list[Output]] = {}
         self.connect()
 
     def connect(self) -> None:
         """Join the engines, once more if they were joined."""
-        one, other = self._wrap(*loopback())
+        one, other = socket.socketpair()
+        weakref.finalize(self, _close, one, other)
         self.decode.peers.connected(other, SECRET)
         self.prefill.peers.connect(NAME, one, SECRET)
         for _ in range(10):
@@ -179,3 +177,8 @@ class LocalPair:
             assert found == (0, 0, 0, 0), stats
             assert stats.reservations == 0
             engine.scheduler.check_invariants()
+
+
+def _close(*sockets: socket.socket) -> None:
+    for sock in sockets:
+        sock.close()

@@ -9,6 +9,8 @@ and scales come through bit by bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,8 +20,23 @@ from bifolio.disagg.handshake import Agreement, codec_name
 from bifolio.disagg.token_planes import Plane, Records, clear_tokens, copy_tokens, token_planes
 from bifolio.kernels.huge_pages import map_bytes
 from bifolio.kernels.ops import LayerCache
-from bifolio.kernels.reference_convert import ConvertKernels
+from bifolio.kernels.reference_convert import ConvertKernels, ReferenceConvert
+from bifolio.kernels.reference_pages import PagesKernels, ReferencePages
+from bifolio.kernels.select import KernelSet
 from bifolio.spec import PAGE_HEADER_BYTES, PageSpec
+
+
+class HandOffKernels(PagesKernels, ConvertKernels, Protocol):
+    """What a hand-off computes with: `NativeOps`, or the reference kernels."""
+
+
+class ReferenceHandOff(ReferencePages, ReferenceConvert):
+    """The readable form."""
+
+
+def hand_off_kernels(kernels: KernelSet) -> HandOffKernels:
+    """Native ones where the engine has them; both yield the same bytes."""
+    return kernels.recorder if kernels.recorder is not None else ReferenceHandOff()
 
 
 class PageCodec:
@@ -88,7 +105,7 @@ class PageCodec:
         """`begin` is the position of the first token of `pages`."""
         at_source = self.source
         if self._recodes:
-            at_source = _resized(self.target, self.source.page_size)
+            at_source = replace(self.target, page_size=self.source.page_size)
             pool, pages = self._converted(pool, pages, at_source), range(len(pages))
         runs = []
         position, size = first * self.target.page_size, self.target.page_size
@@ -130,10 +147,10 @@ class PageCodec:
     def _planes(self, spec: PageSpec, records: Records) -> list[Plane]:
         """Views of a memory, made once for each."""
         key = records.ctypes.data
-        found = self._views.get(key)
-        if found is None or found[0].shape != records.shape:
-            found = self._views[key] = (records, token_planes(spec, records))
-        return found[1]
+        known = self._views.get(key)
+        if known is None or known[0].shape != records.shape:
+            known = self._views[key] = (records, token_planes(spec, records))
+        return known[1]
 
 
 def layer_caches(spec: PageSpec, pool: Tensor, scales: bytes) -> list[LayerCache]:
@@ -143,16 +160,3 @@ def layer_caches(spec: PageSpec, pool: Tensor, scales: bytes) -> list[LayerCache
     numbers = np.frombuffer(scales, np.dtype("<f4")).astype(np.float32)
     k, v = torch.from_numpy(numbers.reshape(2, spec.layers, spec.kv_heads))
     return [LayerCache(spec, layer, pool, k[layer], v[layer]) for layer in range(spec.layers)]
-
-
-def _resized(spec: PageSpec, page_size: int) -> PageSpec:
-    return PageSpec(
-        layers=spec.layers,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        cache=spec.cache,
-        page_size=page_size,
-        rank=spec.rank,
-        world=spec.world,
-        latent=spec.latent,
-    )

@@ -1,21 +1,37 @@
-"""Whether two workers can hand requests to each other, decided before the first request."""
+"""What a worker says of itself, and whether two can hand requests to each other."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from bifolio.disagg.protocol import PROTOCOL_VERSION, PageShape, Role, WorkerHello
-from bifolio.errors import ConfigError, PairError, UnsupportedError
-from bifolio.formats import CacheFormat
+from bifolio.checkpoint.source import ModelSource, resolve_source
+from bifolio.disagg.protocol import (
+    PROTOCOL_VERSION,
+    ModelFingerprint,
+    PageShape,
+    Role,
+    WorkerHello,
+)
+from bifolio.engine.engine import Engine
+from bifolio.errors import CheckpointError, ConfigError, PairError, UnsupportedError, cause_of
+from bifolio.formats import CacheFormat, Phase
+from bifolio.input_files import LARGE_BYTES, read_bytes
 from bifolio.spec import PageSpec
 from bifolio.spec.page import PAGE_SIZES, LatentShape
 
+REGION = "local"
+"""Region of workers that one launcher starts on one host."""
+
+STAGING_BYTES = 64 * 2**20
+"""Memory of the staging area of one connection; at least 8 records, at most 4,096."""
+
 MAX_SLOTS = 1 << 16
 _MAX_SIZE = 1 << 20
-_NONCE_BYTES = 16
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,57 @@ class Agreement:
             f"{codec_name(self.source, self.target)} "
             f"{self.source.fingerprint}>{self.target.fingerprint} {self.writer:016x}"
         )
+
+
+def hello_of(engine: Engine, role: Role) -> WorkerHello:
+    """The WorkerHello of an engine that serves one half of its requests' lives."""
+    spec = engine.pool.spec
+    slots = min(max(STAGING_BYTES // spec.page_bytes, 8), 4096)
+    return WorkerHello(
+        version=PROTOCOL_VERSION,
+        role=role,
+        boot_epoch=engine.boot_epoch,
+        region=REGION,
+        model=model_print(resolve_source(engine.model), engine.models.identity),
+        page=page_shape(spec),
+        writer=engine.writer(Phase.PREFILL) if role is Role.PREFILL else 0,
+        scales=b"" if engine.pool.scales is None else engine.pool.scales.as_bytes(),
+        slots=slots if role is Role.DECODE else 0,
+        max_tokens=engine.max_model_len,
+    )
+
+
+def model_print(source: ModelSource, weights: str) -> ModelFingerprint:
+    """Digests of a model's shape and tokenizer beside that of its source's weights.
+
+    `weights` names those that were loaded (`models.identity`); a compressed checkpoint says itself
+    what it was made from.
+    """
+    shape = replace(source.spec, stop_ids=())
+    return ModelFingerprint(
+        config=hashlib.sha256(repr(shape).encode()).hexdigest(),
+        tokenizer=_tokenizer_digest(source),
+        weights=source.origin or weights,
+    )
+
+
+def _tokenizer_digest(source: ModelSource) -> str:
+    digest = hashlib.sha256()
+    if source.is_gguf:
+        for key in sorted(source.gguf.metadata):
+            if key.startswith("tokenizer."):
+                digest.update(f"{key}={source.gguf.metadata[key]!r}\n".encode())
+        return digest.hexdigest()
+    for name in _TOKENIZER_FILES:
+        path = Path(source.path, name)
+        digest.update(name.encode())
+        try:
+            digest.update(read_bytes(path, LARGE_BYTES))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {cause_of(error)}") from error
+    return digest.hexdigest()
 
 
 def page_shape(spec: PageSpec) -> PageShape:
@@ -119,7 +186,7 @@ def handed_writer(
 
 
 def agree(mine: WorkerHello, theirs: WorkerHello) -> Agreement:
-    """Compare two Hellos; PairError names the first thing that keeps them apart, and the cure."""
+    """Compare two Hellos; PairError names the first thing that keeps them apart, and a hint."""
     prefill, decode = (mine, theirs) if mine.role is Role.PREFILL else (theirs, mine)
     _must_equal("protocol version", mine.version, theirs.version, "run the same version")
     if mine.version != PROTOCOL_VERSION:
@@ -134,7 +201,7 @@ def agree(mine: WorkerHello, theirs: WorkerHello) -> Agreement:
             getattr(decode.model, name),
             "both must come from the same source model, whatever their formats",
         )
-    if len(theirs.nonce) != _NONCE_BYTES or prefill.writer == 0:
+    if prefill.writer == 0:
         raise PairError("the peer's WorkerHello is malformed")
     if not 0 < decode.slots <= MAX_SLOTS:
         raise PairError(f"the decode worker has {decode.slots} staging slots, not 1 to {MAX_SLOTS}")
@@ -155,9 +222,9 @@ def agree(mine: WorkerHello, theirs: WorkerHello) -> Agreement:
     )
 
 
-def _must_equal(what: str, one: object, other: object, cure: str) -> None:
+def _must_equal(what: str, one: object, other: object, hint: str) -> None:
     if one != other:
-        raise PairError(f"{what} differs: {one!r} is not {other!r}; {cure}")
+        raise PairError(f"{what} differs: {one!r} is not {other!r}; {hint}")
 
 
 def _check_scales(spec: PageSpec, scales: bytes) -> None:

@@ -1,6 +1,6 @@
 """What a prefill worker and a decode worker say to each other, as msgpack (`docs/handoff.md`).
 
-    both ways          WorkerHello · Ready · Refuse · AbortTransfer · Beat · Bye
+    both ways          WorkerHello · Ready · Refuse · AbortTransfer · Heartbeat · Bye
     prefill → decode   Offer · PageMessage · Finish · Settled
     decode → prefill   Grant · Accept · Decline · Admitted
 
@@ -16,13 +16,15 @@ slot belongs to exactly one side at any moment, so no record is ever written ove
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 
 from bifolio.request import PrefillResult, Request
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when one side would misunderstand the other. That is not so of a field with a default that
 nothing is lost without: unknown ones are ignored."""
 
@@ -93,8 +95,6 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     version: int
     role: Role
-    nonce: bytes
-    """16 random bytes: the keys of the connection follow from both nonces and the secret."""
     boot_epoch: int
     """A random number of this process: the same name with another epoch is another worker."""
     region: str
@@ -113,7 +113,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The peer's WorkerHello is one to work with. Its digest proves that the secret is known."""
+    """The peer's WorkerHello is one to work with."""
 
     codec: str
     """Name of the conversion that this side has worked out; both must say the same."""
@@ -189,7 +189,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfer: int
     result: PrefillResult
     root: bytes
-    """BLAKE2b-128 over the whole document (`document.root`)."""
+    """BLAKE2b-128 over the whole document (`root_digest`)."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
@@ -244,3 +244,23 @@ Message = (
     | Heartbeat
     | Bye
 )
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def root_digest(
+    agreement: str,
+    transfer: int,
+    request: Request,
+    known: int,
+    pages: Sequence[tuple[int, int]],
+    result: PrefillResult,
+) -> bytes:
+    """BLAKE2b-128 of everything that is handed over, in the msgpack of these values as a list.
+
+    `agreement` names the pair of page specs and the codec (`handshake.Agreement.name`); `pages`
+    are (fill, digest) of the logical pages from `known` on, in order. Both sides compute it, the
+    sender from what it sent, the receiver from what it has proven: equal digests, equal documents.
+    """
+    body = _encode([agreement, transfer, request, known, pages, result])
+    return hashlib.blake2b(body, digest_size=16).digest()

@@ -13,16 +13,18 @@ outlives a hold. A slot is this side's from its Grant to the `put` that gives it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 import structlog
+import torch
 
+from bifolio.cache.manager import PageTable
 from bifolio.cache.stamps import PageFault
-from bifolio.disagg.handshake import Agreement
-from bifolio.disagg.link import Link, LinkState
+from bifolio.disagg.codec import HandOffKernels, PageCodec
+from bifolio.disagg.peer_connection import PeerConnection
 from bifolio.disagg.protocol import (
     AbortTransfer,
     Accept,
@@ -36,26 +38,19 @@ from bifolio.disagg.protocol import (
     Offer,
     PageMessage,
     Settled,
+    root_digest,
 )
-from bifolio.disagg.root_digest import root
-from bifolio.disagg.timing import RetryBudget
-from bifolio.disagg.transport import Records
-from bifolio.errors import IntegrityError, PairError
+from bifolio.errors import IntegrityError, UnsupportedError
+from bifolio.pages.kv_pool import KVPool
 from bifolio.request import PrefillResult, Request
+from bifolio.spec import PAGE_HEADER_BYTES
+from bifolio.spec.page import HEADER_FILL, HEADER_SEAL, HEADER_TAG
+from bifolio.stats import HandoffStats
 
 log = structlog.get_logger(__name__)
 
 RETRIED = frozenset({Cause.CORRUPT, Cause.OVERLOADED})
 """Causes after which the same peer is asked again, while budget and deadline allow."""
-
-
-class HeldPages(Protocol):
-    """Pages that a request holds, in the order of its positions: a `cache.manager.PageTable`."""
-
-    @property
-    def page_ids(self) -> Sequence[int]: ...
-    @property
-    def tags(self) -> Sequence[int]: ...
 
 
 class SourcePageError(IntegrityError):
@@ -66,43 +61,54 @@ class SourcePageError(IntegrityError):
         self.fault = fault
 
 
-class PageEncoder(Protocol):
-    """Reads pages of the sender and writes records of the receiver's format."""
+class RetryBudget:
+    """Bounds retries: per request, and in all to a share of what succeeds.
 
-    def encode(
-        self, held: HeldPages, length: int, first: int, slots: Sequence[int], records: Records
-    ) -> list[tuple[int, int]]:
-        """Logical pages first, first + 1, … of a prompt of `length` tokens, one into each slot.
+    A retry costs one unit, a success brings `share` back, `reserve` is where the account starts
+    and ends, so a peer that fails everything is soon left alone. Delays double from `base` to `cap`
+    and are drawn from the upper half, so that those who failed together do not return together.
+    """
 
-        Pages are those of the receiver. Tags and seals are compared before the conversion, and
-        tags once more after it: SourcePageError. Returns (fill, digest) of each record.
-        """
-        ...
+    def __init__(
+        self,
+        attempts: int = 3,
+        *,
+        share: float = 0.1,
+        reserve: float = 10.0,
+        base: float = 0.05,
+        cap: float = 2.0,
+        seed: int | None = None,
+    ) -> None:
+        self.attempts = attempts
+        self._share = share
+        self._reserve = self._left = reserve
+        self._base = base
+        self._cap = cap
+        self._random = random.Random(seed)
 
+    def succeeded(self) -> None:
+        """A hand-off was admitted."""
+        self._left = min(self._reserve, self._left + self._share)
 
-class PageSource(Protocol):
-    """What the prefill engine gives: its pool, seen by the pages of a receiver."""
-
-    def encoder(self, agreement: Agreement) -> PageEncoder:
-        """The conversion for a peer; PairError if this build has none."""
-        ...
+    def delay(self, attempt: int) -> float | None:
+        """Seconds to wait after the failure of try `attempt` (from 1 on); None: give up."""
+        if attempt >= self.attempts or self._left < 1:
+            return None
+        self._left -= 1
+        longest: float = min(self._cap, self._base * 2 ** (attempt - 1))
+        return longest * self._random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The decode side has admitted the request. Release its pages; it is not ours any more."""
+    """The decode side has admitted the request. Release its pages; it is not ours any more.
+
+    `pages` were sent; `known` were not, since the decode side had them.
+    """
 
     request_id: str
     pages: int
-    """Sent."""
     known: int
-    """Not sent, since the decode side had them."""
-    hidden: int
-    """Sent before the prompt was computed to its end."""
-    nbytes: int
-    """Of the records sent, with those of failed attempts."""
-    seconds: float
-    """From the end of the prompt to the admission: the part of the transfer that nothing hid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ class _Outgoing:
     """One request on its way; what is about an attempt starts anew with each."""
 
     request: Request
-    held: HeldPages
+    held: PageTable
     pages: int
     deadline: float
     computed: int = 0
@@ -164,37 +170,44 @@ class _Outgoing:
 
 
 class HandoffSender:
-    """Sends hand-offs over one link. Not thread-safe: the thread that steps the engine calls it.
+    """Sends hand-offs over one connection. Not thread-safe: call it from the engine's thread.
 
-    `batch` bounds the pages that one `poll` converts. `ready` says whether requests may be offered.
+    `integrity` as in EngineConfig: whether pages of `pool` are sealed. `stats` counts what is
+    delivered, and the seconds that making records takes. `batch` bounds the pages of one `poll`.
     """
 
     def __init__(
         self,
-        link: Link,
-        source: PageSource,
-        retries: RetryBudget | None = None,
+        connection: PeerConnection,
+        pool: KVPool,
+        kernels: HandOffKernels,
         *,
+        integrity: bool = True,
+        stats: HandoffStats | None = None,
+        retries: RetryBudget | None = None,
         batch: int = 64,
     ) -> None:
-        self.link = link
-        self._source = source
-        self._encoder: PageEncoder | None = None
+        self.connection = connection
+        self._pool = pool
+        self._kernels = kernels
+        self._integrity = integrity
+        self._stats = stats or HandoffStats()
         self._retries = retries or RetryBudget()
         self._batch = batch
+        self._codec: PageCodec | None = None
         self._outgoing: dict[str, _Outgoing] = {}
         self._by_transfer: dict[int, _Outgoing] = {}
         self._slots: dict[int, None] = {}
         """Granted and not yet used, in the order of their grants."""
         self._transfers = 0
         self._events: list[Event] = []
-        link.busy = self._busy
 
     @property
     def ready(self) -> bool:
-        return self.link.state is LinkState.READY and self._encoder is not None
+        """Whether requests may be offered."""
+        return self.connection.ready and self._codec is not None
 
-    def offer(self, request: Request, held: HeldPages, deadline: float = math.inf) -> None:
+    def offer(self, request: Request, held: PageTable, deadline: float = math.inf) -> None:
         """Announce a request whose prompt is about to be computed into `held`, which may grow.
 
         `deadline` is in seconds from now. Exactly one event follows, unless `abort` is called.
@@ -203,13 +216,12 @@ class HandoffSender:
         if not self.ready:
             self._fail_unknown(request.id)
             return
-        agreement = self.link.agreement
-        assert agreement is not None
+        agreement = self.connection.agreement
         out = _Outgoing(
             request=msgspec.structs.replace(request, route=None, timeout=None),  # see `deadline`
             held=held,
             pages=agreement.target.pages_for(len(request.prompt_ids)),
-            deadline=self.link.clock() + deadline,
+            deadline=self.connection.clock() + deadline,
         )
         self._outgoing[request.id] = out
         self._start(out)
@@ -218,9 +230,7 @@ class HandoffSender:
         """The pages hold the positions below `tokens`, and full pages are sealed."""
         out = self._outgoing.get(request_id)
         if out is not None:
-            agreement = self.link.agreement
-            assert agreement is not None
-            size = agreement.source.page_size
+            size = self._pool.spec.page_size
             whole = tokens if tokens >= out.length else tokens - tokens % size
             out.computed = max(out.computed, whole)
 
@@ -231,7 +241,7 @@ class HandoffSender:
             out.hidden = len(out.sent)
             self.computed(request_id, out.length)
             out.result = result
-            out.ended = self.link.clock()
+            out.ended = self.connection.clock()
 
     def owns(self, request_id: str) -> bool:
         """Whether an event about this request is still to come."""
@@ -242,30 +252,32 @@ class HandoffSender:
         out = self._outgoing.get(request_id)
         if out is not None:
             if out.due is None:
-                self.link.send(AbortTransfer(transfer=out.transfer, cause=cause))
+                self.connection.send(AbortTransfer(transfer=out.transfer, cause=cause))
             self._forget(out)
 
     def poll(self) -> list[Event]:
         """Take what the peer says, send what is ready, watch the time; what has ended since."""
-        for message in self.link.poll():
+        busy = [t for t, out in self._by_transfer.items() if out.waits_for_us]
+        for message in self.connection.poll(busy):
             self._take(message)
-        if self.link.state is LinkState.READY:
-            if self._encoder is None:
+        if self.connection.ready:
+            if self._codec is None:
                 self._connect()
             self._watch()
             self._pump()
-        if self.link.closed:
+        if self.connection.closed:
             for out in list(self._outgoing.values()):
-                self._end(out, Cause.PEER_LOST, self.link.reason)
+                self._end(out, Cause.PEER_LOST, self.connection.reason)
         events, self._events = self._events, []
         return events
 
     def _connect(self) -> None:
-        assert self.link.agreement is not None
+        agreement = self.connection.agreement
+        assert agreement.source == self._pool.spec, "the Hello described another pool"
         try:
-            self._encoder = self._source.encoder(self.link.agreement)
-        except PairError as error:
-            self.link.refuse(str(error))
+            self._codec = PageCodec(agreement, self._kernels)
+        except UnsupportedError as error:
+            self.connection.refuse(str(error))
 
     # ── what the peer says ───────────────────────────────────────────────────────────────────
 
@@ -277,16 +289,16 @@ class HandoffSender:
             case Heartbeat(busy):
                 for transfer in busy:
                     if transfer in self._by_transfer:
-                        self._by_transfer[transfer].moved = self.link.clock()
+                        self._by_transfer[transfer].moved = self.connection.clock()
                 return
             case Accept() | Decline() | Admitted() | AbortTransfer():
                 out = self._by_transfer.get(message.transfer)
             case _:
-                self.link.close(f"a decode worker does not send {type(message).__name__}")
+                self.connection.close(f"a decode worker does not send {type(message).__name__}")
                 return
         if out is None:
             return  # of a transfer that this side has given up
-        out.moved = self.link.clock()
+        out.moved = self.connection.clock()
         match message:
             case Accept():
                 self._accepted(out, message)
@@ -298,41 +310,38 @@ class HandoffSender:
                 self._admitted(out)
 
     def _granted(self, slots: list[int]) -> None:
-        agreement = self.link.agreement
-        assert agreement is not None
+        agreement = self.connection.agreement
         if not all(0 <= slot < agreement.slots for slot in slots):
-            self.link.close("the peer granted slots that it does not have")
+            self.connection.close("the peer granted slots that it does not have")
             return
         self._slots.update(dict.fromkeys(slots))
 
     def _accepted(self, out: _Outgoing, accept: Accept) -> None:
         if out.known >= 0 or accept.pages != out.pages or not 0 <= accept.known <= out.pages:
-            self.link.close(f"the peer accepted a transfer in a way that cannot be: {accept}")
+            self.connection.close(f"the peer accepted a transfer in a way that cannot be: {accept}")
             return
         out.known = accept.known
 
     def _admitted(self, out: _Outgoing) -> None:
         if not out.finished:
-            self.link.close("the peer admitted a request that was not sent")
+            self.connection.close("the peer admitted a request that was not sent")
             return
         self._retries.succeeded()
-        self.link.send(Settled(out.transfer))
+        self.connection.send(Settled(out.transfer))
         self._forget(out)
-        self._events.append(
-            Delivered(
-                request_id=out.request.id,
-                pages=len(out.sent),
-                known=out.known,
-                hidden=out.hidden,
-                nbytes=out.nbytes,
-                seconds=self.link.clock() - out.ended,
-            )
-        )
+        stats = self._stats
+        stats.delivered += 1
+        stats.pages += len(out.sent)
+        stats.hidden_pages += out.hidden
+        stats.known_pages += out.known
+        stats.nbytes += out.nbytes
+        stats.exposed_seconds += self.connection.clock() - out.ended
+        self._events.append(Delivered(out.request.id, len(out.sent), out.known))
 
     # ── attempts ─────────────────────────────────────────────────────────────────────────────
 
     def _start(self, out: _Outgoing) -> None:
-        now = self.link.clock()
+        now = self.connection.clock()
         out.attempt += 1
         out.transfer = self._transfers
         self._transfers += 1
@@ -342,7 +351,7 @@ class HandoffSender:
         out.finished = False
         out.moved = now
         self._by_transfer[out.transfer] = out
-        self.link.send(
+        self.connection.send(
             Offer(
                 transfer=out.transfer,
                 request=out.request,
@@ -358,13 +367,13 @@ class HandoffSender:
         delay = self._retries.delay(out.attempt) if cause in RETRIED else None
         if delay is not None:
             log.warning("hand-off is tried again", request=out.request.id, cause=cause)
-            out.due = self.link.clock() + max(delay, decline.retry_after if decline else 0.0)
+            out.due = self.connection.clock() + max(delay, decline.retry_after if decline else 0.0)
             return
         self._end(out, cause, message, param=decline.param if decline else None)
 
     def _give_up(self, out: _Outgoing, cause: Cause, message: str) -> None:
         """End an attempt from this side."""
-        self.link.send(AbortTransfer(transfer=out.transfer, cause=cause, message=message))
+        self.connection.send(AbortTransfer(transfer=out.transfer, cause=cause, message=message))
         self._failed(out, cause, message)
 
     def _end(
@@ -384,20 +393,17 @@ class HandoffSender:
         self._by_transfer.pop(out.transfer, None)
 
     def _fail_unknown(self, request_id: str) -> None:
-        reason = self.link.reason or "the connection is not ready"
+        reason = self.connection.reason or "the connection is not ready"
         self._events.append(Failed(request_id, Cause.PEER_LOST, reason))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────
 
-    def _busy(self) -> list[int]:
-        return [t for t, out in self._by_transfer.items() if out.waits_for_us]
-
     def _watch(self) -> None:
-        now, stall = self.link.clock(), self.link.timing.stall
+        now, stall = self.connection.clock(), self.connection.timing.stall
         for out in list(self._outgoing.values()):
             if now > out.deadline:
                 if out.due is None:
-                    self.link.send(AbortTransfer(transfer=out.transfer, cause=Cause.DEADLINE))
+                    self.connection.send(AbortTransfer(transfer=out.transfer, cause=Cause.DEADLINE))
                 self._end(
                     out,
                     Cause.DEADLINE,
@@ -414,49 +420,85 @@ class HandoffSender:
 
     def _pump(self) -> None:
         """Send what is ready: requests that are computed first, so that they get away."""
-        if self._encoder is None:
+        if self._codec is None:
             return
         left = self._batch
         ready = [out for out in self._by_transfer.values() if out.known >= 0 and not out.finished]
         for out in sorted(ready, key=lambda out: out.result is None):
-            left -= self._send_pages(out, left)
+            left -= self._send_pages(out, self._codec, left)
             if out.result is not None and out.known + len(out.sent) == out.pages:
                 self._send_result(out, out.result)
 
-    def _send_pages(self, out: _Outgoing, most: int) -> int:
+    def _send_pages(self, out: _Outgoing, codec: PageCodec, most: int) -> int:
         """Convert and send up to `most` pages; how many it were."""
-        agreement, records = self.link.agreement, self.link.records
-        assert agreement is not None and records is not None and self._encoder is not None
-        size = agreement.target.page_size
         first = out.known + len(out.sent)
-        end = out.pages if out.computed >= out.length else out.computed // size
+        end = out.pages if out.computed >= out.length else out.computed // codec.target.page_size
         count = min(most, len(self._slots), end - first)
         if count <= 0:
             return 0
         slots = list(self._slots)[:count]
+        start = time.perf_counter()
         try:
-            encoded = self._encoder.encode(out.held, out.length, first, slots, records)
+            encoded = self._encoded(out, codec, first, slots)
         except SourcePageError as error:
             log.error("cache integrity", request=out.request.id, fault=error.fault)
-            self.link.send(
+            self.connection.send(
                 AbortTransfer(transfer=out.transfer, cause=Cause.SOURCE, message=str(error))
             )
             self._end(out, Cause.SOURCE, str(error), fault=error.fault)
             return 0
+        finally:
+            self._stats.encode_seconds += time.perf_counter() - start
         for i, (slot, (fill, digest)) in enumerate(zip(slots, encoded, strict=True)):
             del self._slots[slot]
-            page = PageMessage(
-                transfer=out.transfer, index=first + i, slot=slot, fill=fill, digest=digest
+            self.connection.send_page(
+                PageMessage(
+                    transfer=out.transfer, index=first + i, slot=slot, fill=fill, digest=digest
+                )
             )
-            self.link.put(slot, page)
         out.sent += encoded
-        out.nbytes += count * records.shape[1]
+        out.nbytes += count * codec.target.page_bytes
         return count
 
+    def _encoded(
+        self, out: _Outgoing, codec: PageCodec, first: int, slots: list[int]
+    ) -> list[tuple[int, int]]:
+        """Write logical pages first, first + 1, … into slots; (fill, digest) of each record.
+
+        Tags and seals are compared before the conversion, and tags once more after it:
+        SourcePageError.
+        """
+        records = self.connection.records
+        indices = codec.pages_of(out.length, first, len(slots))
+        pages = [out.held.page_ids[i] for i in indices]
+        tags = [out.held.tags[i] for i in indices]
+        if self._integrity:
+            self._check_tags(pages, tags)
+            self._check_seals(pages)
+        fills = codec.encode(self._pool.tensor, pages, out.length, first, slots, records)
+        if self._integrity:
+            self._check_tags(pages, tags)
+        digests = self._kernels.seals(torch.from_numpy(records), slots, PAGE_HEADER_BYTES)
+        return list(zip(fills, digests, strict=True))
+
+    def _check_tags(self, pages: list[int], tags: list[int]) -> None:
+        in_pool = self._pool.headers[pages, HEADER_TAG].tolist()
+        for page, tag, other in zip(pages, tags, in_pool, strict=True):
+            if tag != other:
+                raise SourcePageError(PageFault(page, tag, other))
+
+    def _check_seals(self, pages: list[int]) -> None:
+        headers, size = self._pool.headers, self._pool.spec.page_size
+        full = [page for page in pages if headers[page, HEADER_FILL] == size]
+        digests = self._kernels.seals(self._pool.tensor, full, PAGE_HEADER_BYTES) if full else []
+        seals = headers[full, HEADER_SEAL].tolist()
+        for page, seal, digest in zip(full, seals, digests, strict=True):
+            if seal != digest:
+                raise SourcePageError(PageFault(page, seal, digest, kind="seal"))
+
     def _send_result(self, out: _Outgoing, result: PrefillResult) -> None:
-        agreement = self.link.agreement
-        assert agreement is not None
-        proof = root(agreement.name, out.transfer, out.request, out.known, out.sent, result)
-        self.link.send(Finish(transfer=out.transfer, result=result, root=proof))
+        name = self.connection.agreement.name
+        digest = root_digest(name, out.transfer, out.request, out.known, out.sent, result)
+        self.connection.send(Finish(transfer=out.transfer, result=result, root=digest))
         out.finished = True
-        out.moved = self.link.clock()
+        out.moved = self.connection.clock()

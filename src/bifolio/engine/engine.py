@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -22,14 +22,14 @@ from bifolio.engine.peers import Peers
 from bifolio.engine.recorded import RecordedModel, StepModel
 from bifolio.engine.runner import ModelRunner, RunnerLimits, Tamper
 from bifolio.engine.sampler import Sampler
-from bifolio.errors import ConfigError, RequestError, cause_of
+from bifolio.errors import ConfigError, cause_of
 from bifolio.formats import Phase
 from bifolio.kernels.cache_scales import CacheScales
 from bifolio.kernels.select import KernelSet, select_kernels
 from bifolio.pages.kv_pool import KVPool
 from bifolio.pages.provenance import writer_fingerprint
 from bifolio.pages.scrub import Scrubber
-from bifolio.request import Output, Request
+from bifolio.request import Output, Request, check_prompt_ids
 from bifolio.scheduler.limits import SchedulerLimits
 from bifolio.scheduler.scheduler import Scheduler
 from bifolio.scheduler.step import Step
@@ -132,18 +132,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Put a request in line; RequestError or OverloadedError refuse it."""
-        self.check_ids(request.prompt_ids)
+        check_prompt_ids(request.prompt_ids, self.spec.vocab)
         request.sampling.check(self.spec.vocab)
         self.scheduler.add(request)
-
-    def check_ids(self, ids: Iterable[int]) -> None:
-        """RequestError for a token of a prompt that the model has no row for."""
-        for token in ids:
-            if not 0 <= token < self.spec.vocab:
-                raise RequestError(
-                    f"prompt: token id {token} must be at least 0 and below {self.spec.vocab}",
-                    param="prompt",
-                )
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages before the next step; unknown ids are ignored."""

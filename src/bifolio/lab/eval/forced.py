@@ -14,7 +14,7 @@ from bifolio.engine.batch import Segment
 from bifolio.engine.engine import Engine
 from bifolio.engine.sampler import Sampler
 from bifolio.errors import IntegrityError
-from bifolio.request import SamplingParams
+from bifolio.request import SamplingParams, check_prompt_ids
 from bifolio.scheduler.step import RowResult, Step, StepRow
 
 _SAMPLING = SamplingParams(temperature=0.0)
@@ -95,7 +95,7 @@ class ForcedText:
 
     def _open(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[int]:
         """Pages for a text, under a tag of their own. RequestError for ids that cannot be."""
-        self._engine.check_ids(chain(context, *continuations))
+        check_prompt_ids(chain(context, *continuations), self._engine.spec.vocab)
         tokens = len(context) + max(map(len, continuations))
         page_ids = list(range(self._engine.pool.spec.pages_for(tokens)))
         if len(page_ids) > self._engine.pool.pages:
