@@ -137,7 +137,7 @@ def _check(name: str, value: float, bounds: Bounds, what: str = "value") -> None
 
 
 def check_prompt_ids(ids: Iterable[int], vocab: int) -> None:
-    """RequestError for a token of a prompt that a model of so many rows has none for."""
+    """RequestError for a token of a prompt that a model of `vocab` rows has none for."""
     for token in ids:
         if not 0 <= token < vocab:
             raise RequestError(

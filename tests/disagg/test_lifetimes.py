@@ -243,7 +243,7 @@ def test_a_page_against_the_rules_ends_the_connection(wrong: dict[str, int]) -> 
     assert pair.decode.connection.closed
     assert (
         "slot" in pair.decode.connection.reason
-        or "nobody waits for" in pair.decode.connection.reason
+        or "is not expected" in pair.decode.connection.reason
     )
     assert nothing_is_held(pair)
 

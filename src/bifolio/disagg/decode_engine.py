@@ -1,4 +1,4 @@
-"""The engine of a decode pool: it goes on with requests whose prompts prefill engines computed.
+"""The engine of a decode pool: it continues requests whose prompts prefill engines computed.
 
 It has the weights and the cache format of decode alone, so it computes no prompt.
 """
@@ -90,7 +90,7 @@ class DecodeEngine(Engine):
                 self._listener = Listener(where, tls)
                 self._news.append(Listening(self._listener.address))
             case _:
-                raise AssertionError(f"a decode engine is not told to {message!r}")
+                raise AssertionError(f"a decode engine takes no {message!r}")
 
     def connected(self, sock: socket.socket, secret: bytes) -> None:
         """A prefill engine has made a connection."""

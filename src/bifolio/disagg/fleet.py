@@ -1,7 +1,7 @@
 """Worker processes of both pools: started, introduced, watched, replaced, added, removed.
 
 A decode worker listens; every prefill worker connects to every decode worker. A process that ends,
-or whose loop stops beating, is replaced under its name: it loads anew, is introduced anew, and
+or whose loop stops beating, is replaced under its name: it loads again, is introduced again, and
 takes requests again. What it had is lost; the router sends those requests again.
 """
 
@@ -296,7 +296,7 @@ class Fleet:
                 backoff = min(2 * backoff, _LAST_BACKOFF)
                 try:
                     await self._boot(member)
-                except Exception as error:  # nobody else would try again
+                except Exception as error:  # no one else would try again
                     log.error("worker cannot start", worker=member.name, reason=str(error))
             member.restarts += 1
             log.info("worker replaced", worker=member.name)
@@ -315,7 +315,7 @@ class Fleet:
             closed.cancel()
 
     def _forget(self, member: FleetWorker) -> None:
-        """A member's process ends: nobody is sent to it, or makes and keeps connections to it."""
+        """A worker's process ends: it gets no requests and no connections."""
         member.engine, member.address, member.peers = None, "", set()
         if member.pool == "decode":
             for other in self.prefill:

@@ -199,7 +199,7 @@ def agree(mine: WorkerHello, theirs: WorkerHello) -> Agreement:
             f"model {name}",
             getattr(prefill.model, name),
             getattr(decode.model, name),
-            "both must come from the same source model, whatever their formats",
+            "both must come from the same source model, in any formats",
         )
     if prefill.writer == 0:
         raise PairError("the peer's WorkerHello is malformed")

@@ -232,7 +232,7 @@ class PeerConnection:
             self.close(reason)
 
     def close(self, reason: str) -> None:
-        """End the connection; the peer is told, and the first reason stays."""
+        """End the connection; the peer gets the reason, and the first one stays."""
         if self.closed:
             return
         if self.proven:

@@ -60,7 +60,7 @@ class _Routed:
 
 
 class PrefillEngine(Engine):
-    """An engine whose requests may go on elsewhere; implements `Peers` for its connections."""
+    """An engine whose requests may continue elsewhere; implements `Peers` for its connections."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PrefillEngine(Engine):
             case Disconnect():
                 pass
             case _:
-                raise AssertionError(f"a prefill engine is not told to {message!r}")
+                raise AssertionError(f"a prefill engine takes no {message!r}")
 
     def connect(self, name: str, sock: socket.socket, secret: bytes) -> None:
         """Open a connection over a socket; a former one of that name ends."""
@@ -190,7 +190,7 @@ class PrefillEngine(Engine):
         self._let_go(request_id)
 
     def _let_go(self, request_id: str) -> None:
-        """A request is over here, whatever becomes of it: stop its transfer, free its pages."""
+        """A request is over in this engine: stop its transfer, free its pages."""
         routed = self._routed.pop(request_id, None)
         if routed is not None:
             routed.sender.abort(request_id)
@@ -215,7 +215,7 @@ class PrefillEngine(Engine):
         return [output for output in outputs if not self._goes_on(output)]
 
     def _goes_on(self, output: Output) -> bool:
-        """Whether a request goes on elsewhere, so that this output is not for the front end."""
+        """Whether a request continues elsewhere, so that this output is not for the front end."""
         routed = self._routed.get(output.id)
         if routed is None or output.finish is None:
             return False

@@ -167,7 +167,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
 class PageMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Logical page `index` has landed whole in `slot`, which is the decode side's again.
 
-    `fill` is its number of tokens, `digest` XXH3-64 of the record behind its header, in the decode
+    `fill` is its number of tokens, `digest` XXH3-64 of the record after its header, in the decode
     side's format, slots beyond `fill` being zero.
     """
 

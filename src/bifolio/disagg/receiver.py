@@ -4,7 +4,7 @@ Ownership. From Accept on, a transfer holds a reservation: pages of the prompt t
 can name. A record is copied out of its staging slot into one of them and proven there, in memory
 that no peer can write to; then the slot is granted again. Once all pages, and the root digest over
 the whole document, are proven, the request is admitted, and only then may a step read a page, the
-prefix tree name it or a token leave. Whatever ends a transfer before releases the reservation at
+prefix tree name it or a token leave. Any earlier end of a transfer releases the reservation at
 once; slots that the peer has not given back stay its own until it does, or the connection ends.
 """
 
@@ -312,7 +312,7 @@ class HandoffReceiver:
         request, now = offer.request, self.connection.clock()
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if request.route is not None:
-            self.connection.close("the peer offered a request that is to go on elsewhere")
+            self.connection.close("the peer offered a request that is to continue elsewhere")
         elif not request.prompt_ids or longest > agreement.max_tokens:
             text = f"prompt: 1 to {agreement.max_tokens} tokens, answer included, not {longest}"
             self._decline(offer, Cause.REJECTED, text, param="prompt")
@@ -341,7 +341,7 @@ class HandoffReceiver:
             or page.index in incoming.proven
             or page.fill != min(size, length - page.index * size)
         ):
-            self.connection.close(f"the peer sent a page that nobody waits for: {page}")
+            self.connection.close(f"the peer sent a page that is not expected: {page}")
         elif incoming.reservation.lost:
             return
         elif self._reservations.fill(incoming.reservation, self.connection.records, page):
@@ -380,7 +380,7 @@ class HandoffReceiver:
             self.connection.send(Admitted(finish.transfer))
 
     def _with_time_left(self, incoming: _Incoming) -> Request:
-        """The request as it goes on here: its limit is what is left of it."""
+        """The request as it continues here: its limit is what is left of it."""
         if incoming.deadline == math.inf:
             return incoming.request
         left = incoming.deadline - self.connection.clock()

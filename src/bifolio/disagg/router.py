@@ -1,11 +1,11 @@
 """One engine to the outside, two pools of workers within.
 
-A request goes to a prefill worker with the name of the decode worker that will go on with it; the
+A request goes to a prefill worker with the name of the decode worker that will continue it; the
 two hand it over between themselves. Its tokens come from the decode worker, or from the prefill
 worker if it ends with its first one. When a worker is lost, or has had to drop the pages of a
 request, the request goes through prefill again with the tokens that the client has: results do not
 depend on batch or worker, so the same ones come out, which the decode worker checks, and the answer
-goes on where it stopped. `on_loss="fail"` ends such requests instead.
+continues where it stopped. `on_loss="fail"` ends such requests instead.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ async def _both(
     """What both workers say of a request, as if one did.
 
     The decode worker may speak first, and even end the request: the prefill worker hears of the
-    admission between two steps. It must not be told to abort what has been handed over.
+    admission between two steps. It must not abort what has been handed over.
     """
     ended = False
     from_one, from_other = one.generate(request), other.follow(request.id)

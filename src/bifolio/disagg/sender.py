@@ -126,7 +126,7 @@ class Failed:
 
     @property
     def recomputable(self) -> bool:
-        """Whether the request may succeed elsewhere: nobody has asked for its end."""
+        """Whether the request may succeed elsewhere: no one has asked for its end."""
         return self.cause not in (Cause.CANCELLED, Cause.DEADLINE, Cause.REJECTED)
 
 
@@ -135,7 +135,7 @@ Event = Delivered | Failed
 
 @dataclass(slots=True)
 class _Outgoing:
-    """One request on its way; what is about an attempt starts anew with each."""
+    """One request on its way; what is about an attempt starts again with each."""
 
     request: Request
     held: PageTable

@@ -1,6 +1,6 @@
 """A page record cut into planes that are indexed by token: to move tokens and to clear them.
 
-Whatever a plane holds, codes or scales, its bytes are seen as uint8 [records, tokens / 2, 2, …]:
+Codes or scales, the bytes of a plane are seen as uint8 [records, tokens / 2, 2, …]:
 values stand in pairs of tokens (`spec.page`), so two tokens are the least that is contiguous.
 """
 
