@@ -33,7 +33,7 @@ async def until_idle(llm: AsyncLLM) -> None:
 
     def idle() -> bool:
         stats = llm.stats
-        return stats is not before and not (stats.running or stats.waiting or stats.pages_live)
+        return stats is not before and not (stats.running or stats.waiting or stats.live_pages)
 
     await until(idle)
 

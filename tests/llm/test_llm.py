@@ -34,7 +34,7 @@ PROMPTS = ["the river", "a", "the capital of the country is in the north " * 3, 
 def idle(llm: LLM) -> Iterator[LLM]:
     """The LLM, which must hold nothing afterwards."""
     yield llm
-    assert (llm.stats.running, llm.stats.waiting, llm.stats.pages_live) == (0, 0, 0)
+    assert (llm.stats.running, llm.stats.waiting, llm.stats.live_pages) == (0, 0, 0)
 
 
 def test_results_are_in_the_order_of_the_prompts_with_the_ids_of_both(idle: LLM) -> None:
@@ -354,7 +354,7 @@ def test_a_failing_request_leaves_the_others_of_its_batch_alone(
         with pytest.raises(GenerationError, match="tag") as failed:
             list(stream)
         assert failed.value.code == "cache_integrity"
-        assert llm.stats.integrity_failures == 2
+        assert llm.stats.integrity_faults == 2
 
 
 def test_an_interrupt_ends_the_call_between_two_steps_and_the_object_goes_on(
