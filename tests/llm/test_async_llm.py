@@ -62,7 +62,7 @@ async def test_a_cancelled_task_and_a_stream_that_is_left_end_their_requests(
     llm: AsyncLLM,
 ) -> None:
     task = asyncio.create_task(llm.generate(["a", "b", "c"], LONG))
-    await until(lambda: llm._engine.open_requests == 3)
+    await until(lambda: llm._engine.open_requests > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
