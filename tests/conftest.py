@@ -60,6 +60,7 @@ def logging_restored() -> Iterator[None]:
 
 
 def _restore_logging() -> None:
+    logging.getLogger("bifolio").setLevel(logging.NOTSET)
     root = logging.getLogger()
     ours = [handler for handler in root.handlers if isinstance(handler, _StandardError)]
     if ours:

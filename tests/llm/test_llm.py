@@ -374,13 +374,13 @@ def test_an_interrupt_ends_the_call_between_two_steps_and_the_object_goes_on(
         ended += 1
         return outputs
 
-    usual = signal.getsignal(signal.SIGINT)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "step", interrupted_step)
         with pytest.raises(KeyboardInterrupt):
             idle.generate(PROMPTS, GREEDY, max_tokens=20)
     assert begun == ended == 5, "the step was computed to its end, and no other begun"
-    assert signal.getsignal(signal.SIGINT) is usual
+    assert signal.signal(signal.SIGINT, usual) is signal.default_int_handler
     assert (idle.stats.running, idle.stats.waiting) == (0, 0)
     assert [o.outputs for o in idle.generate(PROMPTS, GREEDY, max_tokens=20)] == expected
 

@@ -82,6 +82,7 @@ def configure(level: str, *, for_people: bool | None = None) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
         )
     )
+    logging.getLogger("bifolio").setLevel(logging.NOTSET)  # of `configure_library`
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())

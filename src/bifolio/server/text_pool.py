@@ -275,7 +275,13 @@ class TextPool:
         ours, theirs = socket.socketpair()
         with theirs:
             process = _spawn(theirs)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:  # cancelled: the pool ends
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
         worker = _Worker(process, reader, writer)
         ready: TextMessage | None = None
         try:
